@@ -1,7 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lynx in JAX: progressive speculative quantisation for KV transfer.
-
-Start reading at `engine`; `config` has every setting.
-"""
-
-__version__ = '0.1.0'
+"""Lynx in JAX: progressive KV transfer with speculative verification."""

@@ -21,10 +21,11 @@ import numpy as np
 from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import Axis, Rotation
+from lynx_jax.pallas_kernels import dispatch
 from lynx_jax.shapes import Array, Float32, Int32
 
 
-def split_attention_xla(
+def split_attention(
   q: Float32[Array, 'B T N H'],
   k: PackedTensor,
   v: PackedTensor,
@@ -34,6 +35,7 @@ def split_attention_xla(
   residual_tokens: Int32[Array, 'B'] | None = None,
   sinks: int = 0,
   logits_scale: float,
+  implementation: str | None = None,
 ) -> tuple[Float32[Array, 'B T N H'], Float32[Array, 'B T N']]:
   """Attends every query row to the whole valid prefix of its slot.
 
@@ -48,22 +50,61 @@ def split_attention_xla(
       the others with the Anchor only; `None` reads all planes everywhere.
     sinks: tokens at the start that live in another segment and are masked.
     logits_scale: multiplies q · k.
+    implementation: see `dispatch.run`.
 
   Returns:
     The normalised output, and the log of the sum of exponentiated logits
     (natural logarithm), by which segments are merged. An empty prefix gives
     0 and -inf.
+
+  Raises:
+    Unsupported: `implementation` was named and cannot serve the case.
   """
+  arguments = dict(
+    layer=layer,
+    prefix_tokens=prefix_tokens,
+    residual_tokens=residual_tokens,
+    sinks=sinks,
+    logits_scale=logits_scale,
+  )
+
+  def tpu(interpret):
+    from lynx_jax.pallas_kernels import split_attention_tpu
+
+    return split_attention_tpu.split_attention_tpu(
+      q, k, v, **arguments, interpret=interpret
+    )
+
+  return dispatch.run(
+    'split_attention',
+    implementation,
+    xla=lambda: split_attention_xla(q, k, v, **arguments),
+    pallas_tpu=tpu,
+  )
+
+
+def split_attention_xla(
+  q: Float32[Array, 'B T N H'],
+  k: PackedTensor,
+  v: PackedTensor,
+  *,
+  layer: int | Int32[Array, ''],
+  prefix_tokens: Int32[Array, 'B'],
+  residual_tokens: Int32[Array, 'B'] | None,
+  sinks: int,
+  logits_scale: float,
+) -> tuple[Float32[Array, 'B T N H'], Float32[Array, 'B T N']]:
+  """The meaning of `split_attention`, in plain XLA."""
   batch, rows, heads, head_dim = q.shape
   kv_heads, groups, group = k.planes[0].shape[2], k.groups, k.group
   k, v = (jax.tree.map(lambda x: x[layer], packed) for packed in (k, v))
 
   start = jnp.arange(groups, dtype=jnp.int32) * group
-  held = start < prefix_tokens[:, None]  # B n
+  held = start[None] < prefix_tokens[:, None]  # B n
   full = None
   if residual_tokens is not None:
-    full = start + group <= residual_tokens[:, None]
-  token = start[:, None] + jnp.arange(group, dtype=jnp.int32)
+    full = start[None] + group <= residual_tokens[:, None]
+  token = start[:, None] + jnp.arange(group, dtype=jnp.int32)[None]
   valid = held[:, :, None] & (token >= sinks)[None]  # B n Q
 
   q = q.reshape(batch, rows, kv_heads, -1, head_dim) * np.float32(logits_scale)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of new tokens over a cache: sinks ⊕ prefix ⊕ tail.
+
+It knows no model and no speculation. Segments are attended to one by one and
+merged by the log of their exponentiated sums, as in flash-decoding
+(arXiv:2205.14135 §3.1 has the recursion).
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from lynx_jax import kv_cache
+from lynx_jax.codec import PackedTensor
+from lynx_jax.kv_cache import Prefix, Rows, Tail
+from lynx_jax.pallas_kernels import split_attention
+from lynx_jax.shapes import Array, Bool, Float, Float32, Int32
+
+
+def attend(
+  q: Float[Array, 'B T N H'],
+  k: Float[Array, 'B T K H'],
+  v: Float[Array, 'B T K H'],
+  *,
+  prefix: Prefix,
+  tail: Tail,
+  layer: int,
+  rows: Rows,
+  residual_tokens: Int32[Array, 'B'] | None,
+  implementation: str | None,
+) -> tuple[Float[Array, 'B T N H'], Tail]:
+  """Writes the pass's KV into the tail, then attends over all segments.
+
+  Every row sees its own KV and that of the rows before it *through the tail*:
+  the sum it takes part in does not depend on how many rows share the pass.
+
+  Args:
+    q, k, v: of the pass, RoPE applied.
+    prefix, tail: of the layer group.
+    layer: which layer of the group.
+    rows: where the tokens stand.
+    residual_tokens: see `split_attention`.
+    implementation: of `split_attention`.
+
+  Returns:
+    The attention output in q's dtype, and the tail with the new rows.
+  """
+  tail = kv_cache.write_rows(
+    tail, layer, k.astype(tail.k.dtype), v.astype(tail.v.dtype), rows
+  )
+  position = rows.positions(q.shape[1])  # B T
+  scale = q.shape[-1] ** -0.5
+  query = q.astype(jnp.float32)
+  sinks = prefix.sinks_k.shape[2]
+  start = rows.prefix_tokens[:, None]
+
+  parts = []
+  if sinks:
+    token = jnp.arange(sinks, dtype=jnp.int32)[None]
+    parts.append(
+      dense_attention(
+        query,
+        prefix.sinks_k[layer],
+        prefix.sinks_v[layer],
+        mask=jnp.broadcast_to(
+          (token < start)[:, None], (*position.shape, sinks)
+        ),
+        logits_scale=scale,
+      )
+    )
+  if isinstance(prefix.k, PackedTensor):
+    parts.append(
+      split_attention(
+        query,
+        prefix.k,
+        prefix.v,
+        layer=layer,
+        prefix_tokens=rows.prefix_tokens,
+        residual_tokens=residual_tokens,
+        sinks=sinks,
+        logits_scale=scale,
+        implementation=implementation,
+      )
+    )
+  else:
+    token = jnp.arange(prefix.k.shape[2], dtype=jnp.int32)[None]
+    held = (token >= sinks) & (token < start)
+    parts.append(
+      dense_attention(
+        query,
+        prefix.k[layer],
+        prefix.v[layer],
+        mask=jnp.broadcast_to(held[:, None], (*position.shape, token.shape[1])),
+        logits_scale=scale,
+      )
+    )
+  token = start + jnp.arange(tail.k.shape[2], dtype=jnp.int32)[None]
+  parts.append(
+    dense_attention(
+      query,
+      tail.k[layer],
+      tail.v[layer],
+      mask=token[:, None] <= position[:, :, None],
+      logits_scale=scale,
+    )
+  )
+  return merge(parts).astype(q.dtype), tail
+
+
+def dense_attention(
+  q: Float32[Array, 'B T N H'],
+  k: Float[Array, 'B S K H'],
+  v: Float[Array, 'B S K H'],
+  *,
+  mask: Bool[Array, 'B T S'],
+  logits_scale: float,
+) -> tuple[Float32[Array, 'B T N H'], Float32[Array, 'B T N']]:
+  """Attends to the masked-in tokens; returns (output, lse).
+
+  What is masked out may hold anything, NaN included. A row with nothing to
+  attend to gives 0 and -inf.
+  """
+  batch, rows, heads, head_dim = q.shape
+  kv_heads = k.shape[2]
+  seen = jnp.any(mask, axis=1)[:, :, None, None]
+  k = jnp.where(seen, k.astype(jnp.float32), 0.0)
+  v = jnp.where(seen, v.astype(jnp.float32), 0.0)
+  q = q.reshape(batch, rows, kv_heads, -1, head_dim) * np.float32(logits_scale)
+  scores = jnp.einsum('btkgh,bskh->bkgts', q, k)
+  scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+  top = jnp.max(scores, axis=-1, keepdims=True)
+  top = jnp.where(top == -jnp.inf, 0.0, top)
+  weights = jnp.exp(scores - top)
+  total = jnp.sum(weights, axis=-1)  # B K G T
+  out = jnp.einsum('bkgts,bskh->bkgth', weights, v)
+  out = out / jnp.where(total > 0, total, 1.0)[..., None]
+  lse = jnp.log(total) + top[..., 0]
+
+  def rows_first(x):  # B K G T … -> B T N …
+    return jnp.moveaxis(x, 3, 1).reshape(batch, rows, heads, *x.shape[4:])
+
+  return rows_first(out), rows_first(lse)
+
+
+def merge(
+  parts: list[
+    tuple[Float32[Array, 'B T N H'], Float32[Array, 'B T N']]
+  ],
+) -> Float32[Array, 'B T N H']:
+  """Merges segment outputs weighted by exp(lse); one must not be empty."""
+  lse = jnp.stack([part[1] for part in parts])
+  weights = jnp.exp(lse - jnp.max(lse, axis=0, keepdims=True))
+  weights = weights / jnp.sum(weights, axis=0, keepdims=True)
+  out = jnp.stack([part[0] for part in parts])
+  return jnp.sum(out * weights[..., None], axis=0)

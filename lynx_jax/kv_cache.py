@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The progressive KV cache of a batch of slots: segments by layer group.
+
+It knows no model, no transfer and no acceptance rule.
+
+A slot's tokens [0, length) lie in three segments:
+
+| segment | positions | form |
+|---|---|---|
+| sinks | [0, s), if the prefix is not empty | dense bfloat16 |
+| prefix | [0, E), whole groups; sink positions masked | planes, or dense |
+| tail | [E, …) | dense bfloat16 |
+
+E is `CodecConfig.prefix_end(prompt)`, and row j of the tail holds position
+E + j. `length` counts tokens whose KV is committed and is the only commit mark:
+drafts write scratch rows above it, verification overwrites them, a commit
+raises it. Nothing is ever rolled back.
+
+The prefix is read-only for every program that runs the model; the tail is
+donated to it and returned. Nothing in a row that a slot's length does not
+cover influences the slot, whatever it holds.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from lynx_jax import codec as codec_lib
+from lynx_jax.codec import PackedTensor
+from lynx_jax.config import (
+  CodecConfig,
+  EngineConfig,
+  ModelConfig,
+  layer_ranges,
+)
+from lynx_jax.shapes import Array, BFloat16, Bool, Int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+  """Quantised or dense prompt of one layer group, and its sinks.
+
+  `k` and `v` are `PackedTensor`s, or dense `bfloat16[L, B, S, K, H]` where the
+  codec has no planes.
+  """
+
+  k: PackedTensor | BFloat16[Array, 'L B S K H']
+  v: PackedTensor | BFloat16[Array, 'L B S K H']
+  sinks_k: BFloat16[Array, 'L B s K H']
+  sinks_v: BFloat16[Array, 'L B s K H']
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tail:
+  """Dense rows of one layer group: recent prompt, generated tokens, scratch."""
+
+  k: BFloat16[Array, 'L B W K H']
+  v: BFloat16[Array, 'L B W K H']
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+  """All layer groups of a cache; see the module docstring."""
+
+  prefix: tuple[Prefix, ...]
+  tail: tuple[Tail, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Where the T tokens of a pass stand, a slot.
+
+  Attributes:
+    first: position of row 0; row r stands at `first + r`.
+    prefix_tokens: E, where the tail starts.
+    active: other slots compute on scratch and change nothing that counts.
+  """
+
+  first: Int32[Array, 'B']
+  prefix_tokens: Int32[Array, 'B']
+  active: Bool[Array, 'B']
+
+  def positions(self, rows: int) -> Int32[Array, 'B T']:
+    """Returns the position of every row; 0.. for slots that are not active."""
+    first = jnp.where(self.active, self.first, 0)
+    return first[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
+
+
+def empty(
+  model: ModelConfig, codec: CodecConfig, engine: EngineConfig
+) -> Cache:
+  """Returns a zeroed cache for `engine.slots` slots."""
+  prefix, tail = [], []
+  groups = engine.prefix_capacity(codec) // codec.group
+  heads = (model.kv_heads, model.head_dim)
+  for start, stop in layer_ranges(model, engine):
+    leading = (stop - start, engine.slots)
+
+    def segment(tensor, leading=leading):
+      if not tensor.planes:
+        tokens = groups * codec.group
+        return jnp.zeros((*leading, tokens, *heads), jnp.bfloat16)
+      return codec_lib.empty(
+        leading,
+        kv_heads=model.kv_heads,
+        groups=groups,
+        group=codec.group,
+        head_dim=model.head_dim,
+        codec=tensor,
+      )
+
+    def dense(tokens, leading=leading):
+      return jnp.zeros((*leading, tokens, *heads), jnp.bfloat16)
+
+    k, v = codec.of_layer(start)
+    sinks = codec.sinks
+    prefix.append(Prefix(segment(k), segment(v), dense(sinks), dense(sinks)))
+    rows = engine.tail_capacity(codec)
+    tail.append(Tail(dense(rows), dense(rows)))
+  return Cache(tuple(prefix), tuple(tail))
+
+
+def anchor_only(prefix: tuple[Prefix, ...]) -> tuple[Prefix, ...]:
+  """Returns the prefix without its Residual planes."""
+
+  def keep(x):
+    return x.keep(1) if isinstance(x, PackedTensor) else x
+
+  return tuple(
+    dataclasses.replace(p, k=keep(p.k), v=keep(p.v)) for p in prefix
+  )
+
+
+def write_rows(
+  tail: Tail,
+  layer: int,
+  k: BFloat16[Array, 'B T K H'],
+  v: BFloat16[Array, 'B T K H'],
+  rows: Rows,
+) -> Tail:
+  """Writes the KV of a pass at the rows' positions.
+
+  A slot that is not active gets them in its last T rows, which hold nothing:
+  its tail may be receiving.
+  """
+  capacity, count = tail.k.shape[2], k.shape[1]
+  start = jnp.where(
+    rows.active, rows.first - rows.prefix_tokens, capacity - count
+  )
+
+  def write(buffer, values):
+    for slot in range(buffer.shape[1]):
+      buffer = jax.lax.dynamic_update_slice(
+        buffer, values[None, slot : slot + 1], (layer, slot, start[slot], 0, 0)
+      )
+    return buffer
+
+  return Tail(write(tail.k, k), write(tail.v, v))

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one way to compile a program, and the one way to read its results.
+
+It knows no model. Every program that computes is made by `program`, so that
+the compiler options which equivalence needs hold everywhere; every value that
+leaves a device for the host goes through `fetch`, so that host syncs can be
+counted and found.
+"""
+
+from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import functools
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+_Tree = TypeVar('_Tree')
+
+
+def program(
+  function: Callable, *, name: str, donate: Sequence[str] = ()
+) -> Callable:
+  """Returns `function` jitted as the program `name`.
+
+  Without `xla_allow_excess_precision=False` XLA may keep bfloat16 values in
+  float32 inside fusions, and the same layer then gives other bits when it is
+  compiled alone, in a loop, or as a part of a longer program.
+
+  Args:
+    function: positional arguments only.
+    name: shown in profiles and compile logs.
+    donate: names of arguments whose buffers the program may reuse.
+  """
+
+  @functools.wraps(function)
+  def named(*args):
+    with jax.named_scope(name):
+      return function(*args)
+
+  named.__name__ = named.__qualname__ = name
+  return jax.jit(
+    named,
+    donate_argnames=tuple(donate),
+    compiler_options={'xla_allow_excess_precision': False},
+  )
+
+
+@dataclasses.dataclass
+class Counts:
+  """Counts inside a `counting` block."""
+
+  fetches: int = 0
+  compiles: int = 0
+
+
+_open_counts: list[Counts] = []
+
+
+@contextlib.contextmanager
+def counting():
+  """Counts fetches and compilations of this process inside the block."""
+  counts = Counts()
+  _open_counts.append(counts)
+  try:
+    yield counts
+  finally:
+    _open_counts.remove(counts)
+
+
+def fetch(tree: _Tree) -> Any:
+  """Waits for device values and returns them as numpy arrays.
+
+  The only place of the library where a device value reaches the host.
+  """
+  for counts in tuple(_open_counts):
+    counts.fetches += 1
+  return jax.tree.map(np.asarray, jax.device_get(tree))
+
+
+def _on_compile(event: str, _: float, **__: Any) -> None:
+  if event == '/jax/core/compile/backend_compile_duration':
+    for counts in tuple(_open_counts):
+      counts.compiles += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_compile)
