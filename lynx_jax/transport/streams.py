@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wire's vocabulary: units, slices, chunks, the manifest, and progress.
+
+It knows no arrays, no clock, no order between requests and no link.
+
+The cache of a request travels as segments, layer by layer:
+
+| segment | positions | contents of one unit |
+|---|---|---|
+| sinks | [0, s), only if E > 0 | all s tokens, dense |
+| prefix | [0, E) | one group of Q tokens: one packed plane, or dense |
+| tail | [E, P) | a block of 16 rows from E, dense; the last one padded |
+
+A *unit* is the smallest thing moved: all KV heads, K and V. Plane 0 of a group
+carries the scales and offsets as well. Plane 0 and everything dense is the
+Anchor, planes 1 and up are the Residual.
+"""
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from lynx_jax import config
+
+TAIL_BLOCK = 16  # rows: small enough that padding costs < 1 % at 2k tokens
+DENSE_BYTES = 2  # bfloat16
+METADATA_BYTES = 2  # bfloat16
+
+
+class TransferError(RuntimeError):
+  """A transfer that did not go as its manifest says."""
+
+
+class StaleChunk(TransferError):
+  """The chunk belongs to another request, or to an older try of this one."""
+
+
+class DuplicateChunk(TransferError):
+  """The chunk has landed before."""
+
+
+class UnexpectedChunk(TransferError):
+  """The chunk carries units that the request does not (or no longer) miss."""
+
+
+class Stream(enum.IntEnum):
+  """Classes of priority; a lower value goes first."""
+
+  ANCHOR = 0
+  RESIDUAL = 1
+
+
+class Segment(enum.Enum):
+  SINKS = 'sinks'
+  PREFIX = 'prefix'
+  TAIL = 'tail'
+
+
+class Unit(NamedTuple):
+  """The smallest thing moved.
+
+  `layer` counts inside the layer group. `index` is 0 for sinks, the absolute
+  group number for the prefix, and the row block from E for the tail.
+  """
+
+  segment: Segment
+  plane: int
+  layer_group: int
+  layer: int
+  index: int  # type: ignore[assignment]  # hides tuple.index, not needed here
+
+  @property
+  def stream(self) -> Stream:
+    return Stream.RESIDUAL if self.plane else Stream.ANCHOR
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+  """Units of one segment, plane and layer group; their number is 2**n.
+
+  Unit i lies at (`layers[i]`, `indices[i]`). Counts are powers of two so that
+  the programs which cut and insert slices have few shapes.
+  """
+
+  segment: Segment
+  plane: int
+  layer_group: int
+  layers: tuple[int, ...]
+  indices: tuple[int, ...]
+
+  def units(self) -> Iterator[Unit]:
+    for layer, index in zip(self.layers, self.indices, strict=True):
+      yield Unit(self.segment, self.plane, self.layer_group, layer, index)
+
+
+class ChunkKey(NamedTuple):
+  """What tells a chunk from every other; `sequence` counts per token chunk."""
+
+  request: int
+  generation: int
+  token_chunk: int
+  sequence: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+  """One transfer: the grain of priority.
+
+  Attributes:
+    key: its identity. A retry of the same chunk has the same key; a new try of
+      the whole request has a higher `generation`.
+    stream: its class of priority. With `Order.INTERLEAVED` it is ANCHOR even
+      where Residual units travel along; the two byte counts stay true.
+    layer_group: that of its first unit.
+    slices: its contents, in manifest order of their first units.
+    anchor_bytes, residual_bytes: payload by the stream of its units.
+  """
+
+  key: ChunkKey
+  stream: Stream
+  layer_group: int
+  slices: tuple[Slice, ...]
+  anchor_bytes: int
+  residual_bytes: int
+
+  @property
+  def request(self) -> int:
+    return self.key.request
+
+  @property
+  def token_chunk(self) -> int:
+    return self.key.token_chunk
+
+  @property
+  def bytes(self) -> int:
+    return self.anchor_bytes + self.residual_bytes
+
+  def units(self) -> Iterator[Unit]:
+    for part in self.slices:
+      yield from part.units()
+
+
+class StreamBytes(NamedTuple):
+  """Bytes on the wire, headers excluded."""
+
+  anchor: int
+  residual: int
+
+  @property
+  def total(self) -> int:
+    return self.anchor + self.residual
+
+
+class Bits(NamedTuple):
+  """Bits a value: bytes on the wire * 8 / (P * 2 * L * K * H)."""
+
+  prompt_tokens: int
+  anchor: float
+  total: float
+
+
+class BitsRange(NamedTuple):
+  """The prompt lengths at which the Anchor is cheapest and dearest."""
+
+  best: Bits
+  worst: Bits
+
+
+@dataclasses.dataclass(frozen=True)
+class WireFormat:
+  """How caches of one (model, codec, engine) are cut into chunks.
+
+  A pure function of its fields: sender and receiver compute the same.
+  """
+
+  model: config.ModelConfig
+  codec: config.CodecConfig
+  engine: config.EngineConfig
+
+  def __post_init__(self):
+    # Within a layer group all units of a plane must have one size.
+    config.check_together(self.model, self.codec, self.engine)
+
+  @functools.cached_property
+  def layer_counts(self) -> tuple[int, ...]:
+    """Number of layers of every layer group."""
+    ranges = config.layer_ranges(self.model, self.engine)
+    return tuple(stop - start for start, stop in ranges)
+
+  def codecs(
+    self, layer_group: int
+  ) -> tuple[config.TensorCodec, config.TensorCodec]:
+    """Returns the codecs (k, v) of a layer group."""
+    ranges = config.layer_ranges(self.model, self.engine)
+    return self.codec.of_layer(ranges[layer_group][0])
+
+  def planes(self, layer_group: int) -> int:
+    """Returns the number of planes; a dense prefix counts as one."""
+    return max(1, *(len(t.planes) for t in self.codecs(layer_group)))
+
+  def unit_bytes(self, segment: Segment, plane: int, layer_group: int) -> int:
+    """Returns the size of a unit: both tensors, all heads, with metadata."""
+    heads, dim = self.model.kv_heads, self.model.head_dim
+    group = self.codec.group
+    token = 2 * heads * dim * DENSE_BYTES
+    if segment is Segment.SINKS:
+      return self.codec.sinks * token
+    if segment is Segment.TAIL:
+      return TAIL_BLOCK * token
+    size = 0
+    for tensor in self.codecs(layer_group):
+      if not tensor.planes:
+        size += group * token // 2
+      elif plane < len(tensor.planes):
+        size += heads * dim * tensor.planes[plane] // 8 * group
+      if tensor.planes and plane == 0:
+        along = dim if tensor.axis is config.Axis.CHANNEL else group
+        size += 2 * heads * along * METADATA_BYTES  # scale and offset
+    return size
+
+  def token_chunks(self, prompt_tokens: int) -> int:
+    """Returns ceil(P / C) + 1: the last, pseudo token chunk is the tail.
+
+    With C = 256: P=1 → 2, P=256 → 2, P=257 → 3.
+    """
+    return math.ceil(prompt_tokens / self.engine.token_chunk) + 1
+
+  def units(self, prompt_tokens: int, token_chunk: int) -> Iterator[Unit]:
+    """Yields the units of a token chunk in manifest order.
+
+    The order is layer group, sinks before prefix, layer, index, plane.
+    """
+    end = self.codec.prefix_end(prompt_tokens)
+    size, group = self.engine.token_chunk, self.codec.group
+    is_tail = token_chunk == self.token_chunks(prompt_tokens) - 1
+    # C=256, Q=128, E=640: token chunk 0 → groups 0, 1; 2 → group 4; 3 → none
+    groups = range(
+      token_chunk * size // group, min((token_chunk + 1) * size, end) // group
+    )
+    blocks = range(math.ceil((prompt_tokens - end) / TAIL_BLOCK))
+    for layer_group, layers in enumerate(self.layer_counts):
+      if is_tail:
+        for layer in range(layers):
+          for index in blocks:
+            yield Unit(Segment.TAIL, 0, layer_group, layer, index)
+        continue
+      if token_chunk == 0 and end and self.codec.sinks:
+        for layer in range(layers):
+          yield Unit(Segment.SINKS, 0, layer_group, layer, 0)
+      planes = range(self.planes(layer_group))
+      for layer in range(layers):
+        for index in groups:
+          for plane in planes:
+            yield Unit(Segment.PREFIX, plane, layer_group, layer, index)
+
+  def manifest(
+    self,
+    request: int,
+    prompt_tokens: int,
+    token_chunk: int,
+    generation: int = 0,
+  ) -> tuple[Chunk, ...]:
+    """Returns the chunks of one token chunk, in manifest order.
+
+    Chunks are filled to `engine.chunk_bytes`; only a single unit can be larger.
+    They never cross a token chunk, so an overlapped transfer extends its
+    manifest by calling this as prefill goes on; a serial one calls it for
+    every token chunk at once.
+
+    Args:
+      request: id of the request.
+      prompt_tokens: P, at least 1.
+      token_chunk: 0 .. token_chunks(P) - 1; the last is the dense tail.
+      generation: raised when a request's transfer starts anew.
+    """
+    count = self.token_chunks(prompt_tokens)
+    if prompt_tokens < 1 or not 0 <= token_chunk < count:
+      raise ValueError(
+        f'token_chunk={token_chunk} must be in 0..{count - 1} and '
+        f'prompt_tokens={prompt_tokens} at least 1'
+      )
+    units = list(self.units(prompt_tokens, token_chunk))
+    if self.engine.order is config.Order.INTERLEAVED:
+      queues = {Stream.ANCHOR: units}
+    else:
+      queues = {s: [u for u in units if u.stream is s] for s in Stream}
+    unit_bytes = functools.cache(self.unit_bytes)
+    chunks: list[Chunk] = []
+    for stream, queue in queues.items():
+      for content in _fill(queue, unit_bytes, self.engine.chunk_bytes):
+        sizes = [0, 0]
+        for unit in content:
+          sizes[unit.stream] += unit_bytes(*unit[:3])
+        chunks.append(
+          Chunk(
+            key=ChunkKey(request, generation, token_chunk, len(chunks)),
+            stream=stream,
+            layer_group=content[0].layer_group,
+            slices=_slices(content),
+            anchor_bytes=sizes[Stream.ANCHOR],
+            residual_bytes=sizes[Stream.RESIDUAL],
+          )
+        )
+    return tuple(chunks)
+
+  def slice_counts(self) -> dict[tuple[Segment, int, int], tuple[int, ...]]:
+    """Returns every unit count that a slice can have, for warm-up.
+
+    Returns:
+      (segment, plane, layer group) → ascending powers of two: at most
+      log2(M) + 1 of them, M being the units that fit into one chunk.
+    """
+    codec, engine = self.codec, self.engine
+    longest = min(codec.recent_tokens + codec.group - 1, engine.prompt_tokens)
+    has_prefix = codec.prefix_end(engine.prompt_tokens) > 0
+    counts = {}
+    for layer_group, layers in enumerate(self.layer_counts):
+      most = {(Segment.TAIL, 0): layers * math.ceil(longest / TAIL_BLOCK)}
+      if has_prefix and codec.sinks:
+        most[Segment.SINKS, 0] = layers
+      if has_prefix:
+        for plane in range(self.planes(layer_group)):
+          groups = engine.token_chunk // codec.group
+          most[Segment.PREFIX, plane] = layers * groups
+      for (segment, plane), units in most.items():
+        size = self.unit_bytes(segment, plane, layer_group)
+        limit = min(units, max(1, engine.chunk_bytes // size))
+        counts[segment, plane, layer_group] = tuple(
+          2**n for n in range(limit.bit_length())
+        )
+    return counts
+
+  def stream_bytes(self, prompt_tokens: int) -> StreamBytes:
+    """Returns all bytes of a request, by stream, in closed form."""
+    end = self.codec.prefix_end(prompt_tokens)
+    groups = end // self.codec.group
+    blocks = math.ceil((prompt_tokens - end) / TAIL_BLOCK)
+    anchor = residual = 0
+    for layer_group, layers in enumerate(self.layer_counts):
+      sizes = [
+        self.unit_bytes(Segment.PREFIX, plane, layer_group)
+        for plane in range(self.planes(layer_group))
+      ]
+      sinks = self.unit_bytes(Segment.SINKS, 0, layer_group) if end else 0
+      tail = blocks * self.unit_bytes(Segment.TAIL, 0, layer_group)
+      anchor += layers * (sinks + groups * sizes[0] + tail)
+      residual += layers * groups * sum(sizes[1:])
+    return StreamBytes(anchor, residual)
+
+  def bits_a_value(self, prompt_tokens: int) -> Bits:
+    """Returns bits a value of the Anchor and of both streams."""
+    m = self.model
+    values = prompt_tokens * 2 * m.layers * m.kv_heads * m.head_dim
+    size = self.stream_bytes(prompt_tokens)
+    return Bits(
+      prompt_tokens, size.anchor * 8 / values, size.total * 8 / values
+    )
+
+  def bits_range(self, shortest: int, longest: int) -> BitsRange:
+    """Returns the best and worst prompt length in [shortest, longest]."""
+    every = [self.bits_a_value(p) for p in range(shortest, longest + 1)]
+    return BitsRange(
+      min(every, key=lambda b: b.anchor), max(every, key=lambda b: b.anchor)
+    )
+
+
+def _fill(units: Iterable[Unit], unit_bytes, limit: int) -> list[list[Unit]]:
+  """Cuts the queue into runs of at most `limit` bytes, or one large unit."""
+  runs: list[list[Unit]] = []
+  room = 0
+  for unit in units:
+    size = unit_bytes(*unit[:3])
+    if not runs or size > room:
+      runs.append([])
+      room = limit
+    runs[-1].append(unit)
+    room -= size
+  return runs
+
+
+def _slices(units: Iterable[Unit]) -> tuple[Slice, ...]:
+  """Gathers units by segment, plane, layer group; cuts to powers of two.
+
+  13 units of one kind become slices of 8, 4 and 1.
+  """
+  kinds: dict[tuple[Segment, int, int], list[Unit]] = {}
+  for unit in units:
+    kinds.setdefault(unit[:3], []).append(unit)
+  slices = []
+  for kind, members in kinds.items():
+    while members:
+      count = 1 << (len(members).bit_length() - 1)
+      taken, members = members[:count], members[count:]
+      slices.append(
+        Slice(
+          *kind,
+          layers=tuple(u.layer for u in taken),
+          indices=tuple(u.index for u in taken),
+        )
+      )
+  return tuple(slices)
+
+
+class Progress:
+  """What has landed of one request; chunks may come in any order.
+
+  It counts units against what the wire format says the request has, so it
+  needs no manifest and serves one that is still being extended.
+  """
+
+  def __init__(
+    self,
+    wire: WireFormat,
+    request: int,
+    prompt_tokens: int,
+    generation: int = 0,
+  ):
+    self._request, self._generation = request, generation
+    self._group = wire.codec.group
+    self._landed: set[ChunkKey] = set()
+    end = wire.codec.prefix_end(prompt_tokens)
+    groups = end // self._group
+    blocks = math.ceil((prompt_tokens - end) / TAIL_BLOCK)
+    sinks = bool(end and wire.codec.sinks)
+    self._anchor_left = wire.model.layers * (sinks + groups + blocks)
+    # [layer group][group of tokens]: units of planes 1.. still missing
+    self._residual_left = [
+      [layers * (wire.planes(layer_group) - 1)] * groups
+      for layer_group, layers in enumerate(wire.layer_counts)
+    ]
+    self._leading = [0] * len(wire.layer_counts)
+    self._advance()
+
+  def land(self, chunk: Chunk) -> None:
+    """Counts a chunk as landed; nothing is counted if it raises.
+
+    Raises:
+      StaleChunk: of another request or generation.
+      DuplicateChunk: it has landed before.
+      UnexpectedChunk: it carries units that are not missing.
+    """
+    key = chunk.key
+    if (key.request, key.generation) != (self._request, self._generation):
+      raise StaleChunk(
+        f'{key} is not of request={self._request} generation={self._generation}'
+      )
+    if key in self._landed:
+      raise DuplicateChunk(f'{key} has landed before')
+    anchor = 0
+    residual: dict[tuple[int, int], int] = {}
+    for unit in chunk.units():
+      if unit.stream is Stream.ANCHOR:
+        anchor += 1
+      else:
+        place = unit.layer_group, unit.index
+        residual[place] = residual.get(place, 0) + 1
+    self._check_missing(key, anchor, residual)
+    self._landed.add(key)
+    self._anchor_left -= anchor
+    for (layer_group, index), count in residual.items():
+      self._residual_left[layer_group][index] -= count
+    self._advance()
+
+  @property
+  def anchor_complete(self) -> bool:
+    return self._anchor_left == 0
+
+  @property
+  def complete(self) -> bool:
+    return self.anchor_complete and all(
+      lead == len(left)
+      for lead, left in zip(self._leading, self._residual_left, strict=True)
+    )
+
+  @property
+  def residual_tokens(self) -> tuple[int, ...]:
+    """Leading prefix tokens, by layer group, whose Residual is complete.
+
+    It is E where a layer group has no Residual planes. It says nothing about
+    the Anchor: read it once `anchor_complete` holds.
+    """
+    return tuple(lead * self._group for lead in self._leading)
+
+  def _check_missing(self, key, anchor, residual) -> None:
+    fits = anchor <= self._anchor_left
+    for (layer_group, index), count in residual.items():
+      left = self._residual_left
+      fits = fits and (
+        layer_group < len(left)
+        and index < len(left[layer_group])
+        and count <= left[layer_group][index]
+      )
+    if not fits:
+      raise UnexpectedChunk(f'{key} carries units that are not missing')
+
+  def _advance(self) -> None:
+    for layer_group, left in enumerate(self._residual_left):
+      lead = self._leading[layer_group]
+      while lead < len(left) and left[lead] == 0:
+        lead += 1
+      self._leading[layer_group] = lead
