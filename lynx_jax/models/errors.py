@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong with model files, and optional packages that read them.
 
-It knows no file format.
+It knows no model format.
 """
 
 import importlib
+import json
 import os
+import pathlib
 import types
 from collections.abc import Sequence
+from typing import Any
 
 from lynx_jax import config
+
+_AGAIN = 'Fetch the model again.'
 
 
 class WeightsError(config.ConfigError):
@@ -46,3 +51,40 @@ def optional_package(name: str) -> types.ModuleType:
       f'reading model files needs the package {name.split(".")[0]!r}: '
       "pip install 'lynx-jax[weights]'"
     ) from error
+
+
+def read_text(path: pathlib.Path) -> str:
+  """Reads a text file of a model.
+
+  Raises:
+    WeightsError: it is missing or not UTF-8.
+  """
+  try:
+    return path.read_text('utf-8')
+  except OSError as error:
+    raise WeightsError(
+      path,
+      [f'cannot be read: {error.strerror}'],
+      'Give a .gguf file, or a directory as Hugging Face writes it.',
+    ) from error
+  except UnicodeDecodeError as error:
+    raise WeightsError(
+      path, [f'is not UTF-8: {error}'], 'Fetch it again.'
+    ) from (error)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON object of a model.
+
+  Raises:
+    WeightsError: the file is missing or holds anything else.
+  """
+  try:
+    value = json.loads(read_text(path))
+  except json.JSONDecodeError as error:
+    raise WeightsError(
+      path, [f'is not JSON: {error}'], 'Fetch it again.'
+    ) from (error)
+  if not isinstance(value, dict):
+    raise WeightsError(path, ['is not a JSON object'], _AGAIN)
+  return value

@@ -9,7 +9,6 @@ another shape ends in one `WeightsError` that lists all of it.
 
 import dataclasses
 import importlib.metadata
-import json
 import os
 import pathlib
 import re
@@ -280,6 +279,7 @@ def _gguf_config(
     'attention.key_length', model_dim // heads if heads else 0
   )
   embedding = file.tensors.get('token_embd.weight')
+  rows = embedding.shape[0] if embedding else 0
   values = {
     'name': file.path.stem,
     'layers': fields.integer('block_count'),
@@ -288,10 +288,8 @@ def _gguf_config(
     'head_dim': head_dim,
     'model_dim': model_dim,
     'ff_dim': fields.integer('feed_forward_length'),
-    # Files of old converters lack the key.
-    'vocab': fields.integer(
-      'vocab_size', embedding.shape[0] if embedding else 0
-    ),
+    # Old converters did not write the size.
+    'vocab': fields.integer('vocab_size', rows),
     'context_tokens': fields.integer('context_length'),
     'rope_theta': fields.number('rope.freq_base', 10_000.0),
     'rms_eps': fields.number('attention.layer_norm_rms_epsilon'),
@@ -309,7 +307,7 @@ def _gguf_config(
 def _hf_config(path: pathlib.Path, dtype: str) -> config_lib.ModelConfig:
   """Reads `config.json` in the spelling of transformers 4 or 5."""
   source = path / 'config.json'
-  raw = _read_json(source)
+  raw = errors.read_json(source)
   kind = raw.get('model_type')
   if kind != 'llama':
     raise errors.WeightsError(
@@ -407,7 +405,7 @@ def _open_safetensors(path: pathlib.Path) -> dict[str, _Tensor]:
   errors.optional_package('safetensors')
   index = path / 'model.safetensors.index.json'
   if index.exists():
-    weight_map = _read_json(index).get('weight_map')
+    weight_map = errors.read_json(index).get('weight_map')
     if not isinstance(weight_map, dict) or not weight_map:
       raise errors.WeightsError(index, ['has no weight_map'], _REPAIR)
     shards = sorted(set(map(str, weight_map.values())))
@@ -483,21 +481,3 @@ def _drop_tied_copy(path: pathlib.Path, tensors: dict[str, _Tensor]) -> None:
       ],
       'Set tie_word_embeddings to false in config.json if that is meant.',
     )
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    value = json.loads(path.read_text('utf-8'))
-  except OSError as error:
-    raise errors.WeightsError(
-      path,
-      [f'cannot be read: {error.strerror}'],
-      'Give a .gguf file, or a directory with config.json and safetensors.',
-    ) from error
-  except ValueError as error:
-    raise errors.WeightsError(path, [f'is not JSON: {error}'], _REPAIR) from (
-      error
-    )
-  if not isinstance(value, dict):
-    raise errors.WeightsError(path, ['is not a JSON object'], _REPAIR)
-  return value

@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to token ids and back, as the model's own files prescribe it.
+
+It knows no weights. Byte-pair encoding itself is the package `tokenizers`;
+this module translates the metadata of a GGUF into it, and keeps the rules
+about special tokens in one place.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lynx_jax.models import errors, gguf_file
+
+# Contractions, letters, digits, other signs, spaces before a word: the pattern
+# of GPT-2 (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
+_GPT2 = (
+  r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
+  r'|\s+(?!\S)|\s+'
+)
+# Of Llama 3 and Qwen2, which differ in how many digits stay together.
+_CL100K = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
+  r'| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+# `tokenizer.ggml.pre`: the patterns that cut the text, one after the other.
+_PRETOKENIZERS = {
+  'gpt-2': (_GPT2,),
+  'smollm': (r'\p{N}', _GPT2),
+  'llama-bpe': (_CL100K.format(digits='{1,3}'),),
+  'qwen2': (_CL100K.format(digits=''),),
+}
+# Where a whole word in the vocabulary wins over its merges, as in Llama 3.
+_WHOLE_WORDS = ('llama-bpe',)
+
+_CONTROL, _USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type`
+# Generation ends at each of these where the vocabulary has it as a control
+# token: a file names one end token, and chat models may emit another.
+_END_NAMES = (
+  '<|endoftext|>',
+  '<|im_end|>',
+  '<|end_of_text|>',
+  '<|eot_id|>',
+  '<|eom_id|>',
+  '</s>',
+)
+_CONVERT = 'Convert the model again with a current llama.cpp.'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+  """A model's tokenizer; make one with `from_gguf` or `from_directory`.
+
+  Attributes:
+    vocab: number of token ids.
+    bos: id put before a text, or None where the model wants none.
+    ends: ids at which generation ends.
+    chat_template: Jinja source of the model, or None.
+    special_text: text of `bos_token`, `eos_token`, … for the template.
+  """
+
+  vocab: int
+  bos: int | None
+  ends: frozenset[int]
+  chat_template: str | None
+  special_text: Mapping[str, str]
+  # Two, because in the package whether control tokens are recognised in text
+  # is a mutable property; nothing mutates them after construction.
+  _plain: Any = dataclasses.field(repr=False)
+  _markup: Any = dataclasses.field(repr=False)
+
+  @classmethod
+  def from_gguf(cls, path: str | os.PathLike[str]) -> 'Tokenizer':
+    """Builds the tokenizer that a GGUF file describes.
+
+    Raises:
+      WeightsError: the file is damaged, or its tokenizer is of a kind or has
+        a pre-tokenizer that is not known here.
+    """
+    file = gguf_file.read(path)
+    return cls.from_gguf_metadata(file.metadata, source=file.path)
+
+  @classmethod
+  def from_gguf_metadata(
+    cls, metadata: Mapping[str, Any], *, source: str | os.PathLike[str]
+  ) -> 'Tokenizer':
+    """Like `from_gguf`, of metadata already read from `source`."""
+    tokens = _check_gguf(metadata, source)
+    kinds = metadata['tokenizer.ggml.token_type']
+    special = {
+      name: metadata.get(f'tokenizer.ggml.{key}_token_id')
+      for name, key in (
+        ('bos_token', 'bos'),
+        ('eos_token', 'eos'),
+        ('eot_token', 'eot'),
+        ('eom_token', 'eom'),
+        ('unk_token', 'unknown'),
+        ('pad_token', 'padding'),
+      )
+    }
+    problems = [
+      f'{name} has id {id_}, the vocabulary {len(tokens)} tokens'
+      for name, id_ in special.items()
+      if id_ is not None and not 0 <= id_ < len(tokens)
+    ]
+    if problems:
+      raise errors.WeightsError(source, problems, _CONVERT)
+    ends = {special[name] for name in ('eos_token', 'eot_token', 'eom_token')}
+    ends |= {
+      id_
+      for id_, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+      if kind == _CONTROL and token in _END_NAMES
+    }
+    # Absent, the rule depends on the pre-tokenizer.
+    add_bos = metadata.get(
+      'tokenizer.ggml.add_bos_token',
+      metadata['tokenizer.ggml.pre'] == 'llama-bpe',
+    )
+    description = _describe_gguf(metadata, tokens)
+    return cls(
+      vocab=len(tokens),
+      bos=special['bos_token'] if add_bos else None,
+      ends=frozenset(ends - {None}),
+      chat_template=metadata.get('tokenizer.chat_template'),
+      special_text={
+        name: tokens[id_] for name, id_ in special.items() if id_ is not None
+      },
+      **_backends(description, source),
+    )
+
+  @classmethod
+  def from_directory(cls, path: str | os.PathLike[str]) -> 'Tokenizer':
+    """Reads `tokenizer.json` and the configs beside it.
+
+    Raises:
+      WeightsError: a file is missing, damaged or contradicts another.
+    """
+    path = pathlib.Path(path)
+    backends = _backends(
+      errors.read_text(path / 'tokenizer.json'), path / 'tokenizer.json'
+    )
+    options = _optional_json(path / 'tokenizer_config.json')
+    special = {
+      name: text
+      for name in ('bos_token', 'eos_token', 'unk_token', 'pad_token')
+      if (text := _token_text(options.get(name)))
+    }
+    ids = {
+      text: backends['_markup'].token_to_id(text) for text in special.values()
+    }
+    problems = [
+      f'{name} {text!r} is not in tokenizer.json'
+      for name, text in special.items()
+      if ids[text] is None
+    ]
+    ends = {ids.get(special.get('eos_token'))}
+    for name in ('config.json', 'generation_config.json'):
+      value = _optional_json(path / name).get('eos_token_id')
+      ends |= set(value) if isinstance(value, list) else {value}
+    added = backends['_markup'].get_added_tokens_decoder()
+    ends |= {
+      id_
+      for id_, token in added.items()
+      if token.special and token.content in _END_NAMES
+    }
+    vocab = backends['_markup'].get_vocab_size(with_added_tokens=True)
+    ends -= {None}
+    problems += [
+      f'end token {id_!r} is not an id below {vocab}'
+      for id_ in ends
+      if not isinstance(id_, int) or not 0 <= id_ < vocab
+    ]
+    if problems:
+      raise errors.WeightsError(
+        path, problems, 'Fetch all tokenizer files of one revision.'
+      )
+    return cls(
+      vocab=vocab,
+      bos=_bos_of_directory(backends['_markup'], options, special),
+      ends=frozenset(ends),
+      chat_template=_chat_template(path, options),
+      special_text=special,
+      **backends,
+    )
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the ids of a text, after BOS where the model wants it.
+
+    A control token spelled in the text stays text, so that what a user writes
+    cannot end a turn. No end token is added: a prompt is to be continued.
+
+    Raises:
+      UnicodeEncodeError: the text holds a lone surrogate.
+    """
+    prefix = [] if self.bos is None else [self.bos]
+    return prefix + self._encode(self._plain, text)
+
+  def encode_markup(self, text: str) -> list[int]:
+    """Returns the ids of a text in which control tokens mean themselves.
+
+    BOS comes first where the model wants it, once, even if the text (a
+    rendered template) begins with it.
+    """
+    ids = self._encode(self._markup, text)
+    if self.bos is None or ids[:1] == [self.bos]:
+      return ids
+    return [self.bos, *ids]
+
+  def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Returns the ids of a chat, up to where the assistant speaks next."""
+    return self.encode_markup(self.render_chat(messages))
+
+  def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    """Renders the model's own chat template.
+
+    A template may insert a default system prompt (SmolLM2's does). The content
+    of messages is not escaped: a control token spelled in it acts as one.
+
+    Args:
+      messages: each with `role` (system, user, assistant) and `content`.
+
+    Raises:
+      WeightsError: the model has no template, or it refuses the messages.
+      MissingPackageError: jinja2 is not installed.
+    """
+    if not self.chat_template:
+      raise errors.WeightsError(
+        'chat template',
+        ['the model has none'],
+        'Use encode(): this is a base model, or its template was not packed.',
+      )
+    jinja2 = errors.optional_package('jinja2')
+    # The template comes with the weights: it must not reach Python objects.
+    sandbox = errors.optional_package('jinja2.sandbox')
+    environment = sandbox.ImmutableSandboxedEnvironment(
+      trim_blocks=True,
+      lstrip_blocks=True,
+      extensions=['jinja2.ext.loopcontrols'],
+    )
+    environment.filters['tojson'] = _to_json
+    environment.globals['raise_exception'] = _refuse
+    # `strftime_now` is left undefined, on which templates take a fixed date:
+    # the same messages give the same ids tomorrow.
+    try:
+      return environment.from_string(self.chat_template).render(
+        messages=[dict(message) for message in messages],
+        add_generation_prompt=True,
+        **self.special_text,
+      )
+    except jinja2.TemplateError as error:
+      raise errors.WeightsError(
+        'chat template',
+        [f'{type(error).__name__}: {error}'],
+        'Messages need a role and content that this template takes.',
+      ) from error
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Returns the text of token ids, without control tokens.
+
+    Bytes that are not UTF-8 become U+FFFD.
+
+    Raises:
+      ValueError: an id is not in the vocabulary.
+    """
+    ids = list(ids)
+    for id_ in ids:
+      if not 0 <= id_ < self.vocab:
+        raise ValueError(f'token id {id_} must be in 0..{self.vocab - 1}')
+    return self._markup.decode(ids, skip_special_tokens=True)
+
+  def _encode(self, backend: Any, text: str) -> list[int]:
+    text.encode('utf-8')  # the package panics on a lone surrogate
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+class TextStream:
+  """Turns ids into text as they come, never showing half a character.
+
+  The pieces of `push` and the rest from `finish` make up `decode` of all ids.
+  """
+
+  def __init__(self, tokenizer: Tokenizer):
+    self._tokenizer = tokenizer
+    # Ids since the last point where all bytes made whole characters, after
+    # those of one such stretch before: decoders look at what stands in front.
+    self._before: list[int] = []
+    self._open: list[int] = []
+    self._shown = ''  # of the text of `_open`
+
+  def push(self, ids: int | Iterable[int]) -> str:
+    """Takes the next id or ids; returns the text that is now certain."""
+    self._open += [ids] if isinstance(ids, int) else list(ids)
+    text = self._text()
+    # A tail of U+FFFD may yet become a character.
+    whole = text.rstrip('\ufffd')
+    new = whole[len(self._shown) :]
+    self._shown = whole
+    if whole == text and text:
+      self._before, self._open, self._shown = self._open, [], ''
+    return new
+
+  def finish(self) -> str:
+    """Returns what was held back: U+FFFD for each run of invalid bytes."""
+    new = self._text()[len(self._shown) :]
+    self._before, self._open, self._shown = [], [], ''
+    return new
+
+  def _text(self) -> str:
+    decode = self._tokenizer.decode
+    return decode(self._before + self._open)[len(decode(self._before)) :]
+
+
+def _check_gguf(
+  metadata: Mapping[str, Any], source: str | os.PathLike[str]
+) -> list[str]:
+  """Returns the tokens, after checking all that is needed with them."""
+  model = metadata.get('tokenizer.ggml.model')
+  if model != 'gpt2':
+    raise errors.WeightsError(
+      source,
+      [f'tokenizer.ggml.model is {model!r}, must be "gpt2"'],
+      'Only byte-level BPE is read from GGUF; for other tokenizers load the '
+      'Hugging Face directory with its tokenizer.json.',
+    )
+  pre = metadata.get('tokenizer.ggml.pre')
+  if pre not in _PRETOKENIZERS:
+    raise errors.WeightsError(
+      source,
+      [f'tokenizer.ggml.pre is {pre!r}, must be in {sorted(_PRETOKENIZERS)}'],
+      'Another pre-tokenizer would give other ids without a warning; load the '
+      'Hugging Face directory with its tokenizer.json.',
+    )
+  lists = {
+    name: metadata.get(f'tokenizer.ggml.{name}')
+    for name in ('tokens', 'merges', 'token_type')
+  }
+  problems = [
+    f'tokenizer.ggml.{name} is missing'
+    for name, value in lists.items()
+    if not isinstance(value, list)
+  ]
+  if not problems and len(lists['tokens']) != len(lists['token_type']):
+    problems.append(
+      f'{len(lists["tokens"])} tokens, but {len(lists["token_type"])} types'
+    )
+  if problems:
+    raise errors.WeightsError(source, problems, _CONVERT)
+  return lists['tokens']
+
+
+def _describe_gguf(metadata: Mapping[str, Any], tokens: list[str]) -> str:
+  """Returns a GGUF's tokenizer as a tokenizer.json.
+
+  Written as JSON and not built from the package's classes: a GGUF fixes the
+  ids of control tokens, which adding tokens to a built one would not.
+  """
+  pre = metadata['tokenizer.ggml.pre']
+  splits = [
+    {
+      'type': 'Split',
+      'pattern': {'Regex': pattern},
+      'behavior': 'Isolated',
+      'invert': False,
+    }
+    for pattern in _PRETOKENIZERS[pre]
+  ]
+  byte_level = {
+    'type': 'ByteLevel',
+    'add_prefix_space': False,
+    'trim_offsets': False,
+    'use_regex': False,
+  }
+  kinds = metadata['tokenizer.ggml.token_type']
+  added = [
+    {
+      'id': id_,
+      'content': tokens[id_],
+      'single_word': False,
+      'lstrip': False,
+      'rstrip': False,
+      'normalized': False,
+      'special': kind == _CONTROL,
+    }
+    for id_, kind in enumerate(kinds)
+    if kind in (_CONTROL, _USER_DEFINED)
+  ]
+  return json.dumps(
+    {
+      'version': '1.0',
+      'truncation': None,
+      'padding': None,
+      'added_tokens': added,
+      'normalizer': None,
+      'pre_tokenizer': {
+        'type': 'Sequence',
+        'pretokenizers': [*splits, byte_level],
+      },
+      'post_processor': None,
+      'decoder': byte_level,
+      'model': {
+        'type': 'BPE',
+        'dropout': None,
+        'unk_token': None,
+        'continuing_subword_prefix': None,
+        'end_of_word_suffix': None,
+        'fuse_unk': False,
+        'byte_fallback': False,
+        'ignore_merges': pre in _WHOLE_WORDS,
+        'vocab': {token: id_ for id_, token in enumerate(tokens)},
+        'merges': metadata['tokenizer.ggml.merges'],
+      },
+    }
+  )
+
+
+def _backends(
+  description: str, source: str | os.PathLike[str]
+) -> dict[str, Any]:
+  tokenizers = errors.optional_package('tokenizers')
+  try:
+    plain = tokenizers.Tokenizer.from_str(description)
+    markup = tokenizers.Tokenizer.from_str(description)
+  except Exception as error:  # the package raises bare Exception
+    raise errors.WeightsError(
+      source, [f'the tokenizer is damaged: {error}'], 'Fetch it again.'
+    ) from error
+  for backend in (plain, markup):
+    backend.no_truncation()
+    backend.no_padding()
+  plain.encode_special_tokens = True
+  return {'_plain': plain, '_markup': markup}
+
+
+def _bos_of_directory(
+  backend: Any, options: Mapping[str, Any], special: Mapping[str, str]
+) -> int | None:
+  """Returns BOS if the config asks for it, or else the post-processor."""
+  bos = special.get('bos_token')
+  if bos is None:
+    return None
+  id_ = backend.token_to_id(bos)
+  wanted = options.get('add_bos_token')
+  if wanted is None:
+    wanted = backend.encode('', add_special_tokens=True).ids[:1] == [id_]
+  return id_ if wanted else None
+
+
+def _chat_template(
+  path: pathlib.Path, options: Mapping[str, Any]
+) -> str | None:
+  # Current checkpoints keep it in a file of its own.
+  separate = path / 'chat_template.jinja'
+  if separate.exists():
+    return errors.read_text(separate)
+  template = options.get('chat_template')
+  if isinstance(template, list):  # several, by name
+    named = {entry.get('name'): entry.get('template') for entry in template}
+    template = named.get('default')
+  return template
+
+
+def _token_text(value: Any) -> str | None:
+  """A token is written as its text, or as a dict that holds it."""
+  return value.get('content') if isinstance(value, dict) else value
+
+
+def _optional_json(path: pathlib.Path) -> dict[str, Any]:
+  return errors.read_json(path) if path.exists() else {}
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+  """Jinja's own filter escapes HTML, which no model was trained on."""
+  return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+  """`raise_exception` of the templates."""
+  raise errors.optional_package('jinja2').TemplateError(message)
