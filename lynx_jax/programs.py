@@ -20,7 +20,7 @@ _Tree = TypeVar('_Tree')
 
 
 def program(
-  function: Callable, *, name: str, donate: Sequence[str] = ()
+  function: Callable, *, name: str, donate: Sequence[int] = ()
 ) -> Callable:
   """Returns `function` jitted as the program `name`.
 
@@ -31,7 +31,7 @@ def program(
   Args:
     function: positional arguments only.
     name: shown in profiles and compile logs.
-    donate: names of arguments whose buffers the program may reuse.
+    donate: positions of arguments whose buffers the program may reuse.
   """
 
   @functools.wraps(function)
@@ -42,7 +42,7 @@ def program(
   named.__name__ = named.__qualname__ = name
   return jax.jit(
     named,
-    donate_argnames=tuple(donate),
+    donate_argnums=tuple(donate),
     compiler_options={'xla_allow_excess_precision': False},
   )
 

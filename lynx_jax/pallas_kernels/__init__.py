@@ -5,5 +5,6 @@ It knows no model and no cache: ops take plain arrays and `PackedTensor`s.
 """
 
 from lynx_jax.pallas_kernels.dispatch import Unsupported
+from lynx_jax.pallas_kernels.split_attention import split_attention
 
-__all__ = ['Unsupported']
+__all__ = ['Unsupported', 'split_attention']

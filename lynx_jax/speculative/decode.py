@@ -9,6 +9,7 @@ logits do not depend on how many drafts share the pass, and committed tokens
 equal those of `reference_decode`, which calls the same program without drafts.
 """
 
+from collections.abc import Callable
 import dataclasses
 
 from flax import nnx
@@ -33,10 +34,10 @@ def draft(
   prefix: Prefixes,
   tail: Tails,
   slots: Slots,
-  *,
   wanted: Bool[Array, 'B'],
   steps: Int32[Array, ''],
   limit: Int32[Array, ''],
+  *,
   end_tokens: Int32[Array, 'e'],
   residual_tokens: Int32[Array, 'g B'] | None = None,
   implementation: str | None = None,
@@ -86,8 +87,8 @@ def verify(
   prefix: Prefixes,
   tail: Tails,
   slots: Slots,
-  *,
   wanted: Bool[Array, 'B'],
+  *,
   rows: int,
   end_tokens: Int32[Array, 'e'],
   implementation: str | None = None,
@@ -127,10 +128,10 @@ def rounds(
   prefix: Prefixes,
   tail: Tails,
   slots: Slots,
-  *,
   wanted: Bool[Array, 'B'],
   draft_tokens: Int32[Array, ''],
   max_rounds: Int32[Array, ''],
+  *,
   rows: int,
   end_tokens: Int32[Array, 'e'],
   implementation: str | None = None,
@@ -164,9 +165,9 @@ def rounds(
         kv_cache.anchor_only(prefix),
         tail,
         slots,
-        wanted=wanted,
-        steps=draft_tokens,
-        limit=draft_tokens,
+        wanted,
+        draft_tokens,
+        draft_tokens,
         end_tokens=end_tokens,
         implementation=implementation,
       )
@@ -175,7 +176,7 @@ def rounds(
       prefix,
       tail,
       slots,
-      wanted=wanted,
+      wanted,
       rows=rows,
       end_tokens=end_tokens,
       implementation=implementation,
@@ -199,10 +200,10 @@ class DecodePrograms:
     plain: the same arguments as `rounds`, with one row and no drafts.
   """
 
-  draft: object
-  verify: object
-  rounds: object
-  plain: object
+  draft: Callable[..., tuple[Tails, Slots]]
+  verify: Callable[..., tuple[Tails, Slots]]
+  rounds: Callable[..., tuple[Tails, Slots]]
+  plain: Callable[..., tuple[Tails, Slots]]
 
 
 def build(
@@ -222,68 +223,27 @@ def build(
   """
   ends = jnp.asarray(end_tokens or (-1,), jnp.int32)
 
-  def with_model(function, **fixed):
-    def call(params, prefix, tail, slots, wanted, **traced):
-      model = nnx.merge(graph, params)
+  def compiled(name, function, **fixed):
+    def call(params, prefix, tail, slots, wanted, *traced):
       return function(
-        model,
+        nnx.merge(graph, params),
         prefix,
         tail,
         slots,
-        wanted=wanted,
+        wanted,
+        *traced,
         end_tokens=ends,
         implementation=implementation,
         **fixed,
-        **traced,
       )
 
-    call.__name__ = function.__name__
-    return call
+    return program(call, name=name, donate=(2, 3))
 
-  drafting = with_model(draft)
-  verifying = with_model(verify, rows=rows)
-  deciding = with_model(rounds, rows=rows)
-  plain = with_model(rounds, rows=1)
-  donated = ('tail', 'slots')
   return DecodePrograms(
-    draft=program(
-      lambda params, prefix, tail, slots, wanted, steps, limit: drafting(
-        params, prefix, tail, slots, wanted, steps=steps, limit=limit
-      ),
-      name='draft',
-      donate=donated,
-    ),
-    verify=program(verifying, name='verify', donate=donated),
-    rounds=program(
-      lambda params, prefix, tail, slots, wanted, draft_tokens, max_rounds: (
-        deciding(
-          params,
-          prefix,
-          tail,
-          slots,
-          wanted,
-          draft_tokens=draft_tokens,
-          max_rounds=max_rounds,
-        )
-      ),
-      name='rounds',
-      donate=donated,
-    ),
-    plain=program(
-      lambda params, prefix, tail, slots, wanted, draft_tokens, max_rounds: (
-        plain(
-          params,
-          prefix,
-          tail,
-          slots,
-          wanted,
-          draft_tokens=draft_tokens,
-          max_rounds=max_rounds,
-        )
-      ),
-      name='plain',
-      donate=donated,
-    ),
+    draft=compiled('draft', draft),
+    verify=compiled('verify', verify, rows=rows),
+    rounds=compiled('rounds', rounds, rows=rows),
+    plain=compiled('plain', rounds, rows=1),
   )
 
 

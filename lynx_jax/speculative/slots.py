@@ -43,36 +43,6 @@ class Slots:
   round_accepted: Int32[Array, 'B O']
   n_rounds: Int32[Array, 'B']
 
-  def place(
-    self,
-    slot: Int32[Array, ''],
-    *,
-    prefix_tokens: Int32[Array, ''],
-    prompt_tokens: Int32[Array, ''],
-    token: Int32[Array, ''],
-    output_tokens: Int32[Array, ''],
-    end_tokens: Int32[Array, 'e'],
-  ) -> 'Slots':
-    """Starts a request in `slot`, with token 1 committed.
-
-    `output_tokens` counts token 1; an end token as token 1 ends the slot.
-    """
-    left = jnp.where(jnp.any(token == end_tokens), 0, output_tokens - 1)
-    zero = jnp.zeros((), jnp.int32)
-    return Slots(
-      prefix_tokens=self.prefix_tokens.at[slot].set(prefix_tokens),
-      length=self.length.at[slot].set(prompt_tokens),
-      last_token=self.last_token.at[slot].set(token),
-      remaining=self.remaining.at[slot].set(left),
-      drafts=self.drafts.at[slot].set(0),
-      n_drafts=self.n_drafts.at[slot].set(zero),
-      out=self.out.at[slot].set(0).at[slot, 0].set(token),
-      n_out=self.n_out.at[slot].set(zero + 1),
-      round_drafts=self.round_drafts.at[slot].set(0),
-      round_accepted=self.round_accepted.at[slot].set(0),
-      n_rounds=self.n_rounds.at[slot].set(zero),
-    )
-
 
 def empty(slots: int, *, drafts: int, output_tokens: int) -> Slots:
   """Returns slots that all have ended.
@@ -101,6 +71,48 @@ def empty(slots: int, *, drafts: int, output_tokens: int) -> Slots:
     round_drafts=table(output_tokens),
     round_accepted=table(output_tokens),
     n_rounds=column(),
+  )
+
+
+def place(
+  slots: Slots,
+  slot: Int32[Array, ''],
+  prefix_tokens: Int32[Array, ''],
+  prompt_tokens: Int32[Array, ''],
+  token: Int32[Array, ''],
+  output_tokens: Int32[Array, ''],
+  end_tokens: Int32[Array, 'e'],
+) -> Slots:
+  """Starts a request in `slot`, with token 1 committed.
+
+  Args:
+    slots: all of them.
+    slot: which one.
+    prefix_tokens: E.
+    prompt_tokens: P.
+    token: token 1; an end token ends the slot at once.
+    output_tokens: most tokens of the request, token 1 included.
+    end_tokens: ids that end a text.
+  """
+  left = jnp.where(jnp.any(token == end_tokens), 0, output_tokens - 1)
+  fresh = jax.tree.map(lambda x: x.at[slot].set(0), slots)
+  return dataclasses.replace(
+    fresh,
+    prefix_tokens=fresh.prefix_tokens.at[slot].set(prefix_tokens),
+    length=fresh.length.at[slot].set(prompt_tokens),
+    last_token=fresh.last_token.at[slot].set(token),
+    remaining=fresh.remaining.at[slot].set(left),
+    out=fresh.out.at[slot, 0].set(token),
+    n_out=fresh.n_out.at[slot].set(1),
+  )
+
+
+def stop(slots: Slots, slot: Int32[Array, '']) -> Slots:
+  """Ends `slot`: it commits and drafts nothing more."""
+  return dataclasses.replace(
+    slots,
+    remaining=slots.remaining.at[slot].set(0),
+    n_drafts=slots.n_drafts.at[slot].set(0),
   )
 
 

@@ -1,0 +1,613 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in, committed tokens out: slots, admission, and what runs next.
+
+It knows no flag, no file and no scheme by name: a scheme is a `CodecConfig`.
+
+  engine = Engine(prefill_model, decode_model, codec, config, connect=…)
+  for event in engine.stream(Request(prompt=ids, output_tokens=48)): …
+
+A request goes through these states:
+
+  QUEUED → RECEIVING → DRAFTING → DECODING → DONE
+           Anchor       Residual   complete
+
+DRAFTING is skipped where there is no Residual. Until the Residual is there, a
+slot drafts in short rounds with a look at arrivals in between; then it repeats
+draft → verify → commit on the device.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import enum
+import math
+import time
+from typing import Any
+
+from flax import nnx
+import jax
+import numpy as np
+
+from lynx_jax import kv_cache
+from lynx_jax import wire as wire_lib
+from lynx_jax.config import (
+  CodecConfig,
+  EngineConfig,
+  check_together,
+  require,
+)
+from lynx_jax.models.transformer import Transformer
+from lynx_jax.prefill import Prefill
+from lynx_jax.programs import fetch, program
+from lynx_jax.sender import PrefillFailed, Sender
+from lynx_jax.speculative import decode, draft_length
+from lynx_jax.speculative import slots as slots_lib
+from lynx_jax.timeline import Phase, Timeline
+from lynx_jax.transport.courier import Arrival, Cut, Transport
+from lynx_jax.transport.streams import Progress, Stream, WireFormat
+
+_POLL_S = 0.02  # longest wait for an arrival before looking at the rest
+_UNBOUNDED = np.iinfo(np.int32).max
+
+
+class State(enum.Enum):
+  """Where a request is; see the module docstring."""
+
+  QUEUED = 'queued'
+  RECEIVING = 'receiving'
+  DRAFTING = 'drafting'
+  DECODING = 'decoding'
+  DONE = 'done'
+  CANCELLED = 'cancelled'
+  FAILED = 'failed'
+
+
+class Form(enum.Enum):
+  """How a request decodes when its target cache is complete."""
+
+  VERIFY = 'verify'  # in the verify program: output equals the reference
+  PLAIN = 'plain'  # one row a step: fastest without drafts, own rounding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+  """What a user asks for.
+
+  Attributes:
+    prompt: token ids, at least one.
+    output_tokens: most tokens to generate, token 1 included.
+    form: how to decode.
+    streamed: somebody watches: results come after every round.
+    deadline_s: seconds after submission by which it matters; orders transfers.
+  """
+
+  prompt: Sequence[int]
+  output_tokens: int
+  form: Form = Form.VERIFY
+  streamed: bool = True
+  deadline_s: float = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Provisional:
+  """A token that verification may still take back."""
+
+  request: int
+  position: int
+  token: int
+  at_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Committed:
+  """Tokens at positions below `upto` are final."""
+
+  request: int
+  upto: int
+  at_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Retracted:
+  """Provisional tokens at `start` and above are taken back."""
+
+  request: int
+  start: int
+  at_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+  """The request has ended; `Engine.result` has everything about it."""
+
+  request: int
+  state: State
+  at_s: float
+
+
+Event = Provisional | Committed | Retracted | Finished
+
+
+@dataclasses.dataclass
+class Result:
+  """What is known of a request; final once its state is.
+
+  Positions count generated tokens: token 1 is at 0. Times are seconds since
+  submission; `None` is not known (yet).
+
+  Attributes:
+    state: where the request is.
+    prompt_tokens: P.
+    tokens: committed ones.
+    shown: committed and provisional ones.
+    timeline: events, `commit` with one instant a token.
+    prefill_end_s: T_p, prefill and (in serial mode) split.
+    token_1_s: decode holds token 1.
+    provisional_s: the first token emitted by decode.
+    commit_times_s: of every committed token.
+    drafted, accepted: by verifications, bonus tokens excluded.
+    rounds: (drafted, accepted) of every verification.
+    retracted: provisional tokens that were shown and taken back.
+    anchor_bytes, residual_bytes: arrived.
+    critical: (ready_s, bytes) of chunks that the first token waits for.
+    anchor_s, residual_s: when the last byte of each stream was there.
+    done_s: the end.
+    error: why it failed.
+  """
+
+  state: State
+  prompt_tokens: int
+  timeline: Timeline
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  shown: list[int] = dataclasses.field(default_factory=list)
+  prefill_end_s: float | None = None
+  token_1_s: float | None = None
+  provisional_s: float | None = None
+  commit_times_s: list[float] = dataclasses.field(default_factory=list)
+  drafted: int = 0
+  accepted: int = 0
+  rounds: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  retracted: int = 0
+  anchor_bytes: int = 0
+  residual_bytes: int = 0
+  critical: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+  anchor_s: float | None = None
+  residual_s: float | None = None
+  done_s: float | None = None
+  error: Exception | None = None
+
+  @property
+  def committed_s(self) -> float | None:
+    """When the first verified decode token was committed."""
+    return self.commit_times_s[1] if len(self.commit_times_s) > 1 else None
+
+
+@dataclasses.dataclass
+class _Entry:
+  """A request and what the host knows of it beside its result."""
+
+  id: int
+  request: Request
+  result: Result
+  progress: Progress
+  slot: int | None = None
+  token: int | None = None  # token 1, once its record has come
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+  """Measured seconds of one step alone, each with its fetch."""
+
+  draft_s: float
+  verify_s: float
+  plain_s: float
+
+
+class Engine:
+  """Runs requests over one prefill side and one decode side.
+
+  Not thread-safe: one thread submits and steps. Close it, or use it in `with`.
+
+  Args:
+    prefill_model, decode_model: the same model, placed where each shall run.
+    codec: the scheme.
+    config: static sizes and policies.
+    connect: makes the transport, given the function that cuts payloads; it
+      must deliver to the devices of `decode_model`.
+    end_tokens: ids after which nothing follows.
+    latency_s: of the control channel, one way.
+  """
+
+  def __init__(
+    self,
+    prefill_model: Transformer,
+    decode_model: Transformer,
+    codec: CodecConfig,
+    config: EngineConfig,
+    *,
+    connect: Callable[[Cut], Transport],
+    end_tokens: Sequence[int] = (),
+    latency_s: float = 0.0,
+  ):
+    model = decode_model.config
+    check_together(model, codec, config)
+    self.config, self.codec, self.model_config = config, codec, model
+    self.wire = WireFormat(model, codec, config)
+    self.costs: Costs | None = None
+    graph, self._params = nnx.split(decode_model)
+    place = jax.tree.leaves(self._params)[0].sharding
+    self._ends = np.asarray(tuple(end_tokens) or (-1,), np.int32)
+    self._programs = decode.build(
+      graph,
+      rows=config.verify_rows,
+      end_tokens=tuple(end_tokens),
+      implementation=config.implementation,
+    )
+    self._place = program(slots_lib.place, name='place', donate=(0,))
+    self._stop = program(slots_lib.stop, name='stop', donate=(0,))
+    self._cache = jax.device_put(kv_cache.empty(model, codec, config), place)
+    self._slots = jax.device_put(
+      slots_lib.empty(
+        config.slots,
+        drafts=max(config.backlog_tokens, config.verify_rows),
+        output_tokens=config.output_tokens,
+      ),
+      place,
+    )
+    self._has_residual = any(
+      self.wire.planes(group) > 1
+      for group in range(len(self.wire.layer_counts))
+    )
+    self._entries: dict[int, _Entry] = {}
+    self._free = list(range(config.slots))
+    self._queue: list[int] = []
+    self._events: list[Event] = []
+    self._next_id = 0
+    self._sender = Sender(
+      Prefill(prefill_model, codec, config),
+      self.wire,
+      connect,
+      latency_s=latency_s,
+    )
+
+  def __enter__(self) -> 'Engine':
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Stops all work; may be called twice."""
+    self._sender.close()
+
+  def submit(self, request: Request) -> int:
+    """Queues a request and returns its id.
+
+    Raises:
+      ConfigError: the request does not fit the engine; nothing was queued.
+    """
+    length, asked = len(request.prompt), request.output_tokens
+    require(length > 0, 'the prompt has no tokens; give at least one')
+    require(
+      length <= self.config.prompt_tokens,
+      f'the prompt has {length} tokens; engine.prompt_tokens='
+      f'{self.config.prompt_tokens} allows no more: shorten it or raise that',
+    )
+    require(
+      1 <= asked <= self.config.output_tokens,
+      f'output_tokens={asked} must be in 1..{self.config.output_tokens} '
+      '(engine.output_tokens)',
+    )
+    low, high = min(request.prompt), max(request.prompt)
+    require(
+      0 <= low and high < self.model_config.vocab,
+      f'prompt token ids {low}..{high} must be in '
+      f'0..{self.model_config.vocab - 1}',
+    )
+    key = self._next_id
+    self._next_id += 1
+    timeline = Timeline(time.monotonic())
+    self._entries[key] = _Entry(
+      key,
+      request,
+      Result(State.QUEUED, length, timeline),
+      Progress(self.wire, key, length),
+    )
+    self._queue.append(key)
+    return key
+
+  def result(self, request: int) -> Result:
+    """Returns what is known of a request; KeyError for an unknown id."""
+    return self._entries[request].result
+
+  def forget(self, request: int) -> Result:
+    """Returns the result, ends the request if it runs, and drops it."""
+    self.cancel(request)
+    return self._entries.pop(request).result
+
+  def cancel(self, request: int) -> None:
+    """Ends a request in whatever state; does nothing if it has ended."""
+    self._end(self._entries[request], State.CANCELLED)
+
+  @property
+  def busy(self) -> bool:
+    """Whether any request has not ended."""
+    return bool(self._queue) or len(self._free) < self.config.slots
+
+  def step(self) -> list[Event]:
+    """Does the next piece of work, and returns what came out of it.
+
+    Takes in what has arrived, then runs one short round of drafts, one call of
+    decode rounds, or waits up to 20 ms for arrivals.
+
+    Raises:
+      TransferError: the transport failed; close the engine.
+    """
+    self._admit()
+    self._receive()
+    worked = False
+    for form in Form:
+      if ready := self._having(State.DECODING, form):
+        self._decode(ready, form)
+        worked = True
+    if drafting := [e for e in self._having(State.DRAFTING) if self._room(e)]:
+      self._draft(drafting)
+      worked = True
+    if not worked and self.busy:
+      self._sender.transport.wait(_POLL_S)
+    events, self._events = self._events, []
+    return events
+
+  def stream(self, request: Request) -> Iterator[Event]:
+    """Submits a request and yields its events until it has ended.
+
+    Events of other requests are not shown here; their results are kept.
+    """
+    key = self.submit(request)
+    while True:
+      for event in self.step():
+        if event.request == key:
+          yield event
+          if isinstance(event, Finished):
+            return
+
+  def generate(self, request: Request) -> Result:
+    """Runs a request to its end.
+
+    Raises:
+      Exception: what made it fail.
+    """
+    result = self.forget(
+      [e for e in self.stream(request) if isinstance(e, Finished)][0].request
+    )
+    if result.error is not None:
+      raise result.error
+    return result
+
+  def _having(self, state: State, form: Form | None = None) -> list[_Entry]:
+    return [
+      entry
+      for entry in self._entries.values()
+      if entry.result.state is state
+      and (form is None or entry.request.form is form)
+    ]
+
+  def _admit(self) -> None:
+    while self._queue and self._free:
+      entry = self._entries[self._queue.pop(0)]
+      entry.slot = self._free.pop(0)
+      entry.result.state = State.RECEIVING
+      self._sender.submit(
+        entry.id,
+        np.asarray(entry.request.prompt, np.int32),
+        deadline_s=entry.result.timeline.arrival_s + entry.request.deadline_s,
+        timeline=entry.result.timeline,
+      )
+
+  def _receive(self) -> None:
+    for record in self._sender.records():
+      entry = self._entries[record.request]
+      if isinstance(record, PrefillFailed):
+        entry.result.error = record.error
+        self._end(entry, State.FAILED)
+      else:
+        entry.token = record.token
+        entry.result.prefill_end_s = (
+          record.end_s - entry.result.timeline.arrival_s
+        )
+        self._show_first(entry)
+    for arrival in self._sender.transport.arrived():
+      self._insert(arrival)
+    for state in (State.RECEIVING, State.DRAFTING):
+      for entry in self._having(state):
+        self._advance(entry)
+
+  def _insert(self, arrival: Arrival) -> None:
+    chunk, entry = arrival.chunk, self._entries[arrival.chunk.request]
+    assert entry.slot is not None
+    entry.progress.land(chunk)
+    for part, arrays in zip(chunk.slices, arrival.payload, strict=True):
+      self._cache = wire_lib.insert(
+        self.wire, self._cache, entry.slot, part, arrays
+      )
+    result = entry.result
+    result.anchor_bytes += chunk.anchor_bytes
+    result.residual_bytes += chunk.residual_bytes
+    anchor = chunk.stream is Stream.ANCHOR
+    at_s = arrival.arrived_s - result.timeline.arrival_s
+    if anchor:
+      result.anchor_s = at_s
+    if chunk.residual_bytes:
+      result.residual_s = at_s
+    result.timeline.add(
+      Phase.ANCHOR if anchor else Phase.RESIDUAL,
+      arrival.sent_s,
+      arrival.arrived_s,
+      token_chunk=chunk.token_chunk,
+      layer_group=chunk.layer_group,
+      bytes=chunk.bytes,
+    )
+
+  def _advance(self, entry: _Entry) -> None:
+    """Starts a slot whose Anchor is there, or ends its drafting."""
+    if entry.result.state is State.RECEIVING:
+      if not entry.progress.anchor_complete or entry.token is None:
+        return
+      self._slots = self._place(
+        self._slots,
+        np.int32(entry.slot),
+        np.int32(self.codec.prefix_end(entry.result.prompt_tokens)),
+        np.int32(entry.result.prompt_tokens),
+        np.int32(entry.token),
+        np.int32(entry.request.output_tokens),
+        self._ends,
+      )
+      entry.result.state = State.DRAFTING
+      if entry.request.output_tokens == 1 or entry.token in self._ends:
+        self._end(entry, State.DONE)
+        return
+      if self._has_residual:
+        self._draft([entry])
+    if entry.progress.complete and entry.result.state is State.DRAFTING:
+      entry.result.state = State.DECODING
+
+  def _room(self, entry: _Entry) -> bool:
+    """Whether the slot may draft more; the device checks the same limits."""
+    result = entry.result
+    pending = len(result.shown) - len(result.tokens)
+    left = entry.request.output_tokens - len(result.tokens)
+    ended = result.shown[-1] in self._ends
+    return pending < min(self.config.backlog_tokens, left) and not ended
+
+  def _draft(self, entries: list[_Entry]) -> None:
+    start_s = time.monotonic()
+    tail, self._slots = self._programs.draft(
+      self._params,
+      kv_cache.anchor_only(self._cache.prefix),
+      self._cache.tail,
+      self._slots,
+      self._mask(entries),
+      np.int32(1),
+      np.int32(self.config.backlog_tokens),
+    )
+    self._read(tail, entries, Phase.DRAFT, start_s)
+
+  def _decode(self, entries: list[_Entry], form: Form) -> None:
+    start_s = time.monotonic()
+    backlog = any(len(e.result.shown) > len(e.result.tokens) for e in entries)
+    most = _UNBOUNDED
+    if backlog or self._queue or any(e.request.streamed for e in entries):
+      most = 1
+    if len(entries) < self.config.slots - len(self._free):
+      most = 1  # others are receiving or drafting: look at arrivals soon
+    run = self._programs.rounds if form is Form.VERIFY else self._programs.plain
+    tail, self._slots = run(
+      self._params,
+      self._cache.prefix,
+      self._cache.tail,
+      self._slots,
+      self._mask(entries),
+      np.int32(0 if backlog else self._draft_tokens(entries)),
+      np.int32(most),
+    )
+    self._read(tail, entries, Phase.VERIFY, start_s)
+
+  def _draft_tokens(self, entries: list[_Entry]) -> int:
+    if not self._has_residual:
+      return 0
+    if self.config.draft_tokens is not None:
+      return self.config.draft_tokens
+    if self.costs is None:
+      return self.config.verify_rows // 2
+    return draft_length.best(
+      [r for e in entries for r in e.result.rounds],
+      draft_s=self.costs.draft_s,
+      verify_s=self.costs.verify_s,
+      most=self.config.verify_rows - 1,
+    )
+
+  def _mask(self, entries: list[_Entry]) -> np.ndarray:
+    mask = np.zeros(self.config.slots, bool)
+    mask[[entry.slot for entry in entries]] = True
+    return mask
+
+  def _read(self, tail, entries, phase: Phase, start_s: float) -> None:
+    """Fetches the slots once, and turns what changed into events."""
+    self._cache = dataclasses.replace(self._cache, tail=tail)
+    state = fetch(self._slots)
+    end_s = time.monotonic()
+    for entry in entries:
+      slot = entry.slot
+      committed = state.out[slot, : state.n_out[slot]].tolist()
+      drafts = state.drafts[slot, : state.n_drafts[slot]].tolist()
+      count = state.n_rounds[slot]
+      rounds = zip(
+        state.round_drafts[slot, :count].tolist(),
+        state.round_accepted[slot, :count].tolist(),
+        strict=True,
+      )
+      entry.result.rounds = list(rounds)
+      entry.result.drafted = sum(r[0] for r in entry.result.rounds)
+      entry.result.accepted = sum(r[1] for r in entry.result.rounds)
+      entry.result.timeline.add(
+        phase,
+        start_s,
+        end_s,
+        tokens=len(committed) + len(drafts),
+        committed=len(committed) - len(entry.result.tokens),
+      )
+      self._show(entry, committed, drafts, end_s)
+      if state.remaining[slot] == 0:
+        self._end(entry, State.DONE)
+
+  def _show_first(self, entry: _Entry) -> None:
+    """Token 1 comes from prefill's exact logits and is final."""
+    now_s = time.monotonic()
+    entry.result.token_1_s = now_s - entry.result.timeline.arrival_s
+    assert entry.token is not None
+    self._show(entry, [entry.token], [], now_s)
+
+  def _show(
+    self, entry: _Entry, committed: list[int], drafts: list[int], now_s: float
+  ) -> None:
+    result, at_s = entry.result, now_s - entry.result.timeline.arrival_s
+    shown = committed + drafts
+    same = 0
+    for old, new in zip(result.shown, shown, strict=False):
+      if old != new:
+        break
+      same += 1
+    if same < len(result.shown):
+      result.retracted += len(result.shown) - same
+      self._events.append(Retracted(entry.id, same, at_s))
+    for position in range(same, len(shown)):
+      self._events.append(
+        Provisional(entry.id, position, shown[position], at_s)
+      )
+    if result.provisional_s is None and len(shown) > 1:
+      result.provisional_s = at_s
+    fresh = len(committed) - len(result.tokens)
+    if fresh:
+      self._events.append(Committed(entry.id, len(committed), at_s))
+      result.commit_times_s += [at_s] * fresh
+      result.timeline.add(Phase.COMMIT, now_s, upto=len(committed))
+    result.tokens, result.shown = committed, shown
+
+  def _end(self, entry: _Entry, state: State) -> None:
+    result = entry.result
+    if result.state in (State.DONE, State.CANCELLED, State.FAILED):
+      return
+    if result.state is State.QUEUED:
+      self._queue.remove(entry.id)
+    else:
+      assert entry.slot is not None
+      self._sender.drop(entry.id)
+      if state is not State.DONE:
+        self._slots = self._stop(self._slots, np.int32(entry.slot))
+      self._free.append(entry.slot)
+    now_s = time.monotonic()
+    if len(result.shown) > len(result.tokens):
+      self._show(entry, result.tokens, [], now_s)
+    result.state = state
+    result.done_s = now_s - result.timeline.arrival_s
+    result.timeline.add(Phase.DONE, now_s)
+    self._events.append(Finished(entry.id, state, result.done_s))

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side: computes prompts, splits them, offers their chunks.
+
+It knows no slot and no decode. What it tells decode besides chunks are the
+records of the control channel: `PrefillDone` and `PrefillFailed`.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import math
+import queue
+import threading
+import time
+
+import numpy as np
+
+from lynx_jax import wire as wire_lib
+from lynx_jax.config import Mode
+from lynx_jax.prefill import Prefill, Prompt
+from lynx_jax.timeline import Phase, Timeline
+from lynx_jax.transport.courier import Cut, Transport
+from lynx_jax.transport.links import Payload
+from lynx_jax.transport.streams import Chunk, WireFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillDone:
+  """Closes a request's manifest: token 1 and when the prompt was computed.
+
+  `seen_s` is when the receiver can know of it; `end_s` when prefill and, in
+  serial mode, split had ended.
+  """
+
+  request: int
+  token: int
+  end_s: float
+  seen_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillFailed:
+  """Nothing more of the request will come."""
+
+  request: int
+  error: Exception
+  seen_s: float
+
+
+Record = PrefillDone | PrefillFailed
+
+
+@dataclasses.dataclass
+class _Job:
+  request: int
+  prompt: np.ndarray
+  deadline_s: float
+  timeline: Timeline
+  computed: Prompt | None = None
+  dropped: bool = False
+
+
+class Sender:
+  """Runs prefill in a thread of its own, one prompt after the other.
+
+  Args:
+    prefill: the programs.
+    wire: format of the transfers.
+    connect: makes the transport, given the function that cuts payloads.
+    latency_s: of the control channel, one way.
+  """
+
+  def __init__(
+    self,
+    prefill: Prefill,
+    wire: WireFormat,
+    connect: Callable[[Cut], Transport],
+    *,
+    latency_s: float = 0.0,
+  ):
+    self._prefill, self._wire, self._latency_s = prefill, wire, latency_s
+    self._jobs: dict[int, _Job] = {}
+    self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+    self._records: queue.SimpleQueue[Record] = queue.SimpleQueue()
+    self._held_back: Record | None = None  # read, but not yet to be seen
+    self.transport = connect(self.cut)
+    self._thread = threading.Thread(
+      target=self._run, name='lynx-prefill', daemon=True
+    )
+    self._thread.start()
+
+  def submit(
+    self,
+    request: int,
+    prompt: np.ndarray,
+    *,
+    deadline_s: float = math.inf,
+    timeline: Timeline,
+  ) -> None:
+    """Queues a prompt; its `timeline` gets the events of prefill and split."""
+    job = _Job(request, prompt, deadline_s, timeline)
+    self._jobs[request] = job
+    self._waiting.put(job)
+
+  def drop(self, request: int) -> None:
+    """Frees the request's KV, and stops its prefill and its transfer."""
+    job = self._jobs.pop(request, None)
+    if job is not None:
+      job.dropped = True
+    self.transport.cancel(request)
+
+  def records(self) -> list[Record]:
+    """Returns, without blocking, the control records seen since the last."""
+    seen = []
+    while True:
+      record = self._held_back
+      if record is None:
+        try:
+          record = self._records.get_nowait()
+        except queue.Empty:
+          return seen
+      self._held_back = record
+      if record.seen_s > time.monotonic():
+        return seen
+      self._held_back = None
+      if record.request in self._jobs:
+        seen.append(record)
+
+  def cut(self, chunk: Chunk) -> Payload:
+    """Returns the payload of a chunk that was offered."""
+    computed = self._jobs[chunk.request].computed
+    assert computed is not None
+    return wire_lib.cut(self._wire, computed, chunk)
+
+  def close(self) -> None:
+    """Stops after the chunk being computed; may be called twice."""
+    for request in tuple(self._jobs):
+      self.drop(request)
+    self._waiting.put(None)
+    self._thread.join()
+    self.transport.close()
+
+  def _run(self) -> None:
+    while (job := self._waiting.get()) is not None:
+      try:
+        self._compute(job)
+      except Exception as error:  # reaches the caller as a record
+        seen_s = time.monotonic() + self._latency_s
+        self._records.put(PrefillFailed(job.request, error, seen_s))
+
+  def _compute(self, job: _Job) -> None:
+    overlapped = self._wire.engine.mode is Mode.OVERLAPPED
+    start_s = time.monotonic()
+    for token_chunk, prompt in enumerate(self._prefill.chunks(job.prompt)):
+      if job.dropped:
+        return
+      job.computed = prompt
+      end_s = time.monotonic()
+      job.timeline.add(Phase.PREFILL, start_s, end_s, token_chunk=token_chunk)
+      if overlapped:
+        self._split(job, token_chunk)
+        self._offer(job, token_chunk)
+      start_s = time.monotonic()
+    last = self._wire.token_chunks(len(job.prompt)) - 1  # the dense tail
+    if not overlapped:
+      for token_chunk in range(last):
+        self._split(job, token_chunk)
+    end_s = time.monotonic()
+    for token_chunk in range(last if overlapped else 0, last + 1):
+      self._offer(job, token_chunk, ready_s=end_s)
+    self._records.put(
+      PrefillDone(
+        job.request, prompt.token, end_s, end_s + self._latency_s
+      )
+    )
+
+  def _split(self, job: _Job, token_chunk: int) -> None:
+    start_s = time.monotonic()
+    assert job.computed is not None
+    self._prefill.split(job.computed, token_chunk)
+    job.timeline.add(
+      Phase.SPLIT, start_s, time.monotonic(), token_chunk=token_chunk
+    )
+
+  def _offer(
+    self, job: _Job, token_chunk: int, ready_s: float | None = None
+  ) -> None:
+    if job.dropped:
+      return
+    self.transport.offer(
+      self._wire.manifest(job.request, len(job.prompt), token_chunk),
+      arrival_s=job.timeline.arrival_s,
+      ready_s=ready_s,
+      deadline_s=job.deadline_s,
+    )

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts slices out of what prefill made, and inserts them into a cache.
+
+It knows no link, no order and no progress: `streams.Slice` says what a slice
+is, and this module is the only place that turns one into arrays and back.
+
+The payload of a slice has one row a unit, and `None` where a tensor has no
+such plane:
+
+| slice | arrays |
+|---|---|
+| plane 0 | k, v, k_scale, k_offset, v_scale, v_offset |
+| plane p > 0 | k, v |
+| dense prefix, sinks, tail | k, v |
+
+Both programs are compiled for each kind of slice and each power of two of
+units (`WireFormat.slice_counts`); slot, layers and positions are traced.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lynx_jax.codec import PackedTensor
+from lynx_jax.kv_cache import Cache, Prefix
+from lynx_jax.prefill import Prompt
+from lynx_jax.programs import program
+from lynx_jax.shapes import Array, Int32
+from lynx_jax.transport.streams import (
+  TAIL_BLOCK,
+  Chunk,
+  Segment,
+  Slice,
+  WireFormat,
+)
+
+Arrays = tuple[Array | None, ...]
+
+
+def cut(wire: WireFormat, prompt: Prompt, chunk: Chunk) -> tuple[Arrays, ...]:
+  """Returns the payload of a chunk, one entry a slice.
+
+  Args:
+    wire: format of the request.
+    prompt: it has split the chunk's token chunk; the tail needs all of it.
+    chunk: what to cut.
+  """
+  size, group = wire.engine.token_chunk, wire.codec.group
+  first_group = chunk.token_chunk * size // group
+  payload = []
+  for part in chunk.slices:
+    base, first, packed = 0, 0, False
+    if part.segment is Segment.TAIL:
+      kv = prompt.kv[part.layer_group]
+      arrays, rows = (kv.k, kv.v), (TAIL_BLOCK,) * 2
+      base = prompt.prefix_tokens
+    else:
+      split = prompt.split[chunk.token_chunk][part.layer_group]
+      if part.segment is Segment.SINKS:
+        arrays = (split.first.k, split.first.v)
+        rows = (wire.codec.sinks,) * 2
+      else:
+        arrays, rows = _prefix_arrays(split.k, split.v, part.plane, group)
+        packed, first = isinstance(split.k, PackedTensor), first_group
+    payload.append(
+      _cut_program(rows, axis=2 if packed else 1)(
+        arrays,
+        np.asarray(part.layers, np.int32),
+        np.asarray(part.indices, np.int32) - np.int32(first),
+        np.int32(base),
+      )
+    )
+  return tuple(payload)
+
+
+def insert(
+  wire: WireFormat, cache: Cache, slot: int, part: Slice, payload: Arrays
+) -> Cache:
+  """Returns the cache with a slice in `slot`.
+
+  The buffers that it changes are donated; the others are passed on.
+  """
+  prefix, tail = cache.prefix[part.layer_group], cache.tail[part.layer_group]
+  packed = False
+  if part.segment is Segment.PREFIX:
+    packed = isinstance(prefix.k, PackedTensor)
+    buffers, rows = _prefix_arrays(
+      prefix.k, prefix.v, part.plane, wire.codec.group
+    )
+  elif part.segment is Segment.SINKS:
+    buffers, rows = (prefix.sinks_k, prefix.sinks_v), (wire.codec.sinks,) * 2
+  else:
+    buffers, rows = (tail.k, tail.v), (TAIL_BLOCK,) * 2
+  filled = _insert_program(rows, axis=3 if packed else 2)(
+    buffers,
+    payload,
+    np.int32(slot),
+    np.asarray(part.layers, np.int32),
+    np.asarray(part.indices, np.int32),
+  )
+  if part.segment is Segment.TAIL:
+    tail = dataclasses.replace(tail, k=filled[0], v=filled[1])
+  elif part.segment is Segment.SINKS:
+    prefix = dataclasses.replace(prefix, sinks_k=filled[0], sinks_v=filled[1])
+  else:
+    prefix = _with_arrays(prefix, part.plane, filled)
+  return Cache(
+    _with(cache.prefix, part.layer_group, prefix),
+    _with(cache.tail, part.layer_group, tail),
+  )
+
+
+@functools.cache
+def _cut_program(rows: tuple[int, ...], axis: int):
+  """Compiles: takes `rows[i]` entries along `axis` of array i, a unit."""
+
+  def run(arrays, layers, indices, base):
+    def one(x, size):
+      if x is None:
+        return None
+
+      def unit(layer, index):
+        start = [jnp.zeros((), jnp.int32)] * x.ndim
+        start[0], start[axis] = layer, base + index * size
+        shape = (1, *x.shape[1:axis], size, *x.shape[axis + 1 :])
+        return jax.lax.dynamic_slice(x, start, shape)[0]
+
+      return jax.vmap(unit)(layers, indices)
+
+    return tuple(one(x, n) for x, n in zip(arrays, rows, strict=True))
+
+  return program(run, name='cut')
+
+
+@functools.cache
+def _insert_program(rows: tuple[int, ...], axis: int):
+  """Compiles: puts `rows[i]` entries along `axis` of buffer i, a unit."""
+
+  def run(
+    buffers,
+    payload,
+    slot: Int32[Array, ''],
+    layers: Int32[Array, 'm'],
+    indices: Int32[Array, 'm'],
+  ):
+    def one(buffer, values, size):
+      if buffer is None:
+        return None
+
+      def unit(i, buffer):
+        start = [jnp.zeros((), jnp.int32)] * buffer.ndim
+        start[0], start[1], start[axis] = layers[i], slot, indices[i] * size
+        return jax.lax.dynamic_update_slice(
+          buffer, values[i][None, None], start
+        )
+
+      return jax.lax.fori_loop(0, layers.shape[0], unit, buffer)
+
+    return tuple(
+      one(b, x, n) for b, x, n in zip(buffers, payload, rows, strict=True)
+    )
+
+  return program(run, name='insert', donate=(0,))
+
+
+def _prefix_arrays(k, v, plane, group):
+  """Returns the arrays of a plane, and the rows that a group takes in each."""
+  if not isinstance(k, PackedTensor):
+    return (k, v), (group, group)
+  arrays, rows = [], []
+  for packed in (k, v):
+    here = plane < len(packed.planes)
+    arrays.append(packed.planes[plane] if here else None)
+    rows.append(arrays[-1].shape[-2] // packed.groups if here else 0)
+  if plane == 0:
+    arrays += [k.scale, k.offset, v.scale, v.offset]
+    rows += [1, 1, 1, 1]
+  return tuple(arrays), tuple(rows)
+
+
+def _with_arrays(prefix: Prefix, plane: int, arrays: Arrays) -> Prefix:
+  """Puts back what `_prefix_arrays` took."""
+  if not isinstance(prefix.k, PackedTensor):
+    return dataclasses.replace(prefix, k=arrays[0], v=arrays[1])
+  changed = {}
+  for i, name in enumerate('kv'):
+    packed = getattr(prefix, name)
+    if plane < len(packed.planes):
+      packed = dataclasses.replace(
+        packed, planes=_with(packed.planes, plane, arrays[i])
+      )
+    if plane == 0:
+      scale, offset = arrays[2 + 2 * i : 4 + 2 * i]
+      packed = dataclasses.replace(packed, scale=scale, offset=offset)
+    changed[name] = packed
+  return dataclasses.replace(prefix, **changed)
+
+
+def _with(items: tuple, index: int, item) -> tuple:
+  return (*items[:index], item, *items[index + 1 :])
