@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test runs under: 8 CPU devices, strict numbers, checked shapes.
+
+It must be imported before JAX makes a backend and before `lynx_jax`.
+Tests that compile with libtpu carry `pytest.mark.xdist_group('libtpu')`: two
+libtpu processes at once fail on its lock file, so one worker runs them all.
+"""
+
+import os
+
+# The tests are about the program, never about the machine's accelerator; what
+# the caller's shell says about devices must not change them.
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ.pop('XLA_FLAGS', None)
+# libtpu 0.0.42 asks the metadata server of a TPU VM for its topology, minutes
+# of retries anywhere else, and logs to a file in the temporary folder.
+os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+os.environ['TPU_STDERR_LOG_LEVEL'] = '3'
+os.environ['TPU_MIN_LOG_LEVEL'] = '3'
+os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
+
+import jax
+import jaxtyping
+
+from tests import shape_check
+
+jax.config.update('jax_num_cpu_devices', 8)
+jax.config.update('jax_numpy_dtype_promotion', 'strict')
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+# Array annotations are checked in every call, at trace time. Modules without
+# any are left alone: checking each call of the scheduler's simulations would
+# take most of the tests' time and find nothing about arrays.
+jaxtyping.install_import_hook(
+  shape_check.modules_with_arrays(),
+  f'{shape_check.__name__}.{shape_check.check.__name__}',
+)
