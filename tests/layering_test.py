@@ -114,7 +114,7 @@ class _Reads(ast.NodeVisitor):
   JAX = ('device_get', 'copy_to_host_async')
   HOST_RESULTS = ('fetch', 'len', 'range', 'str', *CASTS)
   HOST_IF_ARGUMENTS = frozenset(
-    'abs enumerate list max min sorted sum tuple zip'.split()
+    ['abs', 'enumerate', 'list', 'max', 'min', 'sorted', 'sum', 'tuple', 'zip']
   )
   HOST_ATTRIBUTES = ('shape', 'ndim', 'size', 'dtype', 'itemsize', 'nbytes')
 

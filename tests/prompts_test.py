@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped prompts are those that were fixed before anything was measured."""
+"""The shipped prompts are those fixed before anything was measured."""
 
 import pytest
 

