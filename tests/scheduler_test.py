@@ -66,9 +66,9 @@ def test_order_of_design():
     for chunk in offers:
       scheduler.offer(
         [chunk],
-        arrival_s=0.0,
+        arrival_s=5.0 if chunk.request == soon else 4.0,
         ready_s=0.0,
-        deadline_s=1.0 if chunk.request == soon else 2.0,
+        deadline_s=6.0 if chunk.request == soon else 7.0,
       )
     got = []
     for c in drain(scheduler):

@@ -217,6 +217,20 @@ def test_chunks_are_filled(recipe, prompt_tokens):
         assert a.bytes + largest > wire.engine.chunk_bytes
 
 
+@pytest.mark.parametrize(('spare', 'most'), [(0, 4), (-1, 3), (1, 4)])
+def test_a_chunk_is_filled_to_the_byte(spare, most):
+  unit = 16 * 2 * 2 * 16 * 2  # a tail block of K=2, H=16
+  wire = streams.WireFormat(
+    model_of(),
+    config.CodecConfig(),
+    config.EngineConfig(layer_groups=2, chunk_bytes=4 * unit + spare),
+  )
+  chunks = wire.manifest(0, 96, 1)  # 6 blocks in each of 4 layers
+  counts = [len(list(c.units())) for c in chunks]
+  assert counts == [most] * (24 // most)
+  assert [c.bytes for c in chunks] == [most * unit] * len(chunks)
+
+
 def test_interleaved_sends_the_planes_of_a_unit_side_by_side():
   engine = config.EngineConfig(
     order=config.Order.INTERLEAVED, chunk_bytes=60_000
