@@ -23,7 +23,6 @@ import math
 import time
 from typing import Any
 
-from flax import nnx
 import jax
 import numpy as np
 
@@ -33,8 +32,10 @@ from lynx_jax.config import (
   CodecConfig,
   EngineConfig,
   check_together,
+  layer_ranges,
   require,
 )
+from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill
 from lynx_jax.programs import fetch, program
@@ -47,6 +48,8 @@ from lynx_jax.transport.streams import Progress, Stream, WireFormat
 
 _POLL_S = 0.02  # longest wait for an arrival before looking at the rest
 _UNBOUNDED = np.iinfo(np.int32).max
+_PLACE = program(slots_lib.place, name='place', donate=(0,))
+_STOP = program(slots_lib.stop, name='stop', donate=(0,))
 
 
 class State(enum.Enum):
@@ -233,17 +236,15 @@ class Engine:
     self.config, self.codec, self.model_config = config, codec, model
     self.wire = WireFormat(model, codec, config)
     self.costs: Costs | None = None
-    graph, self._params = nnx.split(decode_model)
+    graphs, self._params = cached.split(decode_model)
     place = jax.tree.leaves(self._params)[0].sharding
-    self._ends = np.asarray(tuple(end_tokens) or (-1,), np.int32)
-    self._programs = decode.build(
-      graph,
+    self._decoder = decode.Decoder(
+      graphs,
+      layer_ranges(model, config),
       rows=config.verify_rows,
       end_tokens=tuple(end_tokens),
       implementation=config.implementation,
     )
-    self._place = program(slots_lib.place, name='place', donate=(0,))
-    self._stop = program(slots_lib.stop, name='stop', donate=(0,))
     self._cache = jax.device_put(kv_cache.empty(model, codec, config), place)
     self._slots = jax.device_put(
       slots_lib.empty(
@@ -452,17 +453,17 @@ class Engine:
     if entry.result.state is State.RECEIVING:
       if not entry.progress.anchor_complete or entry.token is None:
         return
-      self._slots = self._place(
+      self._slots = _PLACE(
         self._slots,
         np.int32(entry.slot),
         np.int32(self.codec.prefix_end(entry.result.prompt_tokens)),
         np.int32(entry.result.prompt_tokens),
         np.int32(entry.token),
         np.int32(entry.request.output_tokens),
-        self._ends,
+        self._decoder.end_tokens,
       )
       entry.result.state = State.DRAFTING
-      if entry.request.output_tokens == 1 or entry.token in self._ends:
+      if entry.request.output_tokens == 1 or entry.token in self._decoder.end_tokens:
         self._end(entry, State.DONE)
         return
       if self._has_residual:
@@ -475,41 +476,39 @@ class Engine:
     result = entry.result
     pending = len(result.shown) - len(result.tokens)
     left = entry.request.output_tokens - len(result.tokens)
-    ended = result.shown[-1] in self._ends
+    ended = result.shown[-1] in self._decoder.end_tokens
     return pending < min(self.config.backlog_tokens, left) and not ended
 
   def _draft(self, entries: list[_Entry]) -> None:
     start_s = time.monotonic()
-    tail, self._slots = self._programs.draft(
+    self._cache, self._slots = self._decoder.draft(
       self._params,
-      kv_cache.anchor_only(self._cache.prefix),
-      self._cache.tail,
+      self._cache,
       self._slots,
       self._mask(entries),
-      np.int32(1),
-      np.int32(self.config.backlog_tokens),
+      self.config.backlog_tokens,
     )
-    self._read(tail, entries, Phase.DRAFT, start_s)
+    self._read(entries, Phase.DRAFT, start_s)
 
   def _decode(self, entries: list[_Entry], form: Form) -> None:
     start_s = time.monotonic()
+    arguments = self._params, self._cache, self._slots, self._mask(entries)
     backlog = any(len(e.result.shown) > len(e.result.tokens) for e in entries)
-    most = _UNBOUNDED
-    if backlog or self._queue or any(e.request.streamed for e in entries):
-      most = 1
-    if len(entries) < self.config.slots - len(self._free):
-      most = 1  # others are receiving or drafting: look at arrivals soon
-    run = self._programs.rounds if form is Form.VERIFY else self._programs.plain
-    tail, self._slots = run(
-      self._params,
-      self._cache.prefix,
-      self._cache.tail,
-      self._slots,
-      self._mask(entries),
-      np.int32(0 if backlog else self._draft_tokens(entries)),
-      np.int32(most),
-    )
-    self._read(tail, entries, Phase.VERIFY, start_s)
+    drafts = 0 if backlog else self._draft_tokens(entries)
+    if form is Form.PLAIN:
+      self._cache, self._slots = self._decoder.verify(*arguments, rows=1)
+    elif drafts == 0 and self._looks_up(entries):
+      self._cache, self._slots = self._decoder.verify(*arguments)
+    else:
+      most = 1 if self._looks_up(entries) else _UNBOUNDED
+      self._cache, self._slots = self._decoder.rounds(*arguments, drafts, most)
+    self._read(entries, Phase.VERIFY, start_s)
+
+  def _looks_up(self, entries: list[_Entry]) -> bool:
+    """Whether somebody waits for more than the end of these requests."""
+    others = self.config.slots - len(self._free) > len(entries)
+    watched = any(entry.request.streamed for entry in entries)
+    return others or watched or bool(self._queue)
 
   def _draft_tokens(self, entries: list[_Entry]) -> int:
     if not self._has_residual:
@@ -530,9 +529,10 @@ class Engine:
     mask[[entry.slot for entry in entries]] = True
     return mask
 
-  def _read(self, tail, entries, phase: Phase, start_s: float) -> None:
+  def _read(
+    self, entries: list[_Entry], phase: Phase, start_s: float
+  ) -> None:
     """Fetches the slots once, and turns what changed into events."""
-    self._cache = dataclasses.replace(self._cache, tail=tail)
     state = fetch(self._slots)
     end_s = time.monotonic()
     for entry in entries:
@@ -602,7 +602,7 @@ class Engine:
       assert entry.slot is not None
       self._sender.drop(entry.id)
       if state is not State.DONE:
-        self._slots = self._stop(self._slots, np.int32(entry.slot))
+        self._slots = _STOP(self._slots, np.int32(entry.slot))
       self._free.append(entry.slot)
     now_s = time.monotonic()
     if len(result.shown) > len(result.tokens):

@@ -7,7 +7,7 @@ One program serves every chunk of every prompt: the offset is traced, and a
 chunk attends to whole blocks of C earlier tokens, as many as there are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 
@@ -27,7 +27,7 @@ from lynx_jax.config import (
   layer_ranges,
 )
 from lynx_jax.models import cached
-from lynx_jax.models.transformer import Transformer
+from lynx_jax.models.transformer import Layer, Transformer
 from lynx_jax.programs import fetch, program
 from lynx_jax.shapes import Array, BFloat16, Bool, Float, Float32, Int32
 
@@ -59,50 +59,45 @@ class SplitKV:
   first: DenseKV
 
 
-def prefill_chunk(
-  model: Transformer,
-  kv: tuple[DenseKV, ...],
-  tokens: Int32[Array, '1 C'],
+def prefill_layers(
+  layers: Sequence[Layer],
+  h: Float[Array, '1 C D'],
+  kv: DenseKV,
   offset: Int32[Array, ''],
   count: Int32[Array, ''],
-) -> tuple[tuple[DenseKV, ...], Int32[Array, ''], Bool[Array, 'L 2']]:
-  """Computes the KV of one token chunk and the token after it.
+) -> tuple[Float[Array, '1 C D'], DenseKV, Bool[Array, 'L 2']]:
+  """Runs one layer group over a token chunk.
 
   Args:
-    model: parameters.
-    kv: of the tokens before the chunk; returned with the chunk's written.
-    tokens: ids; those from `count` on are padding.
-    offset: position of the first one, a multiple of C.
+    layers: of the group.
+    h: residual stream; rows from `count` on are padding.
+    kv: of the tokens before the chunk.
+    offset: position of the chunk's first token, a multiple of C.
     count: valid tokens, 1..C.
 
   Returns:
-    The KV; the most likely token after the last valid one; and whether K and V
-    of each layer are finite.
+    The residual stream; the KV with the chunk's in it; and whether K and V of
+    each layer are finite.
   """
-  size = tokens.shape[1]
-  positions = offset + jnp.arange(size, dtype=jnp.int32)[None]
-  h = model.embed(tokens)
-  valid = jnp.arange(size, dtype=jnp.int32) < count
-  written, finite, first = [], [], 0
-  for part in kv:
-    for layer in range(part.k.shape[0]):
+  row = jnp.arange(h.shape[1], dtype=jnp.int32)
+  finite = []
+  for index, layer in enumerate(layers):
 
-      def attend(q, k, v, layer=layer, part=part):
-        at = (layer, offset, 0, 0)
-        new = DenseKV(
-          jax.lax.dynamic_update_slice(part.k, k.astype(part.k.dtype), at),
-          jax.lax.dynamic_update_slice(part.v, v.astype(part.v.dtype), at),
-        )
-        finite.append(jnp.stack([_finite(x, valid) for x in (k, v)]))
-        out = chunk_attention(q, new.k, new.v, layer=layer, offset=offset)
-        return out.astype(q.dtype), new
+    def attend(q, k, v, index=index, kv=kv):
+      at = (index, offset, 0, 0)
+      kv = DenseKV(
+        jax.lax.dynamic_update_slice(kv.k, k.astype(kv.k.dtype), at),
+        jax.lax.dynamic_update_slice(kv.v, v.astype(kv.v.dtype), at),
+      )
+      padding = (row >= count)[None, :, None, None]
+      finite.append(
+        jnp.stack([jnp.all(jnp.isfinite(x) | padding) for x in (k, v)])
+      )
+      out = chunk_attention(q, kv.k, kv.v, layer=index, offset=offset)
+      return out.astype(q.dtype), kv
 
-      h, part = model.layers[first + layer](h, positions, attend)
-    first += part.k.shape[0]
-    written.append(part)
-  last = jax.lax.dynamic_slice_in_dim(h, count - 1, 1, axis=1)
-  token = cached.greedy(model.head(last))[0, 0]
-  return tuple(written), token, jnp.stack(finite)
+    h, kv = layer(h, offset + row[None], attend)
+  return h, kv, jnp.stack(finite)
 
 
 def chunk_attention(
@@ -218,30 +213,9 @@ class Prefill:
   ):
     self._model = model.config
     self._codec, self._engine = codec, engine
-    graph, self._params = nnx.split(model)
+    graphs, self._params = cached.split(model)
     self._ranges = layer_ranges(model.config, engine)
-    self._prefill = program(
-      lambda params, kv, *rest: prefill_chunk(
-        nnx.merge(graph, params), kv, *rest
-      ),
-      name='prefill',
-      donate=(1,),
-    )
-    codecs = {codec.of_layer(start) for start, _ in self._ranges}
-    self._split = {
-      (k, v): program(
-        functools.partial(
-          split_chunk,
-          k=k,
-          v=v,
-          group=codec.group,
-          sinks=codec.sinks,
-          size=engine.token_chunk,
-        ),
-        name='split',
-      )
-      for k, v in codecs
-    }
+    self._embed, self._layers, self._head = _programs(graphs)
 
   def chunks(self, prompt: np.ndarray) -> Iterator[Prompt]:
     """Yields the growing `Prompt` each time a token chunk was computed.
@@ -261,12 +235,21 @@ class Prefill:
       part = prompt[offset : offset + size]
       padded = np.zeros((1, size), np.int32)
       padded[0, : len(part)] = part
-      state.kv, token, finite = self._prefill(
-        self._params, state.kv, padded, np.int32(offset), np.int32(len(part))
-      )
-      token, finite = fetch((token, finite))
-      if not finite.all():
-        raise NonFiniteError(_explain(finite, offset, offset + len(part)))
+      h = self._embed(self._params, padded)
+      kv, finite = [], []
+      for (start, stop), dense in zip(self._ranges, state.kv, strict=True):
+        layers = cached.layer_params(self._params, start, stop)
+        h, dense, good = self._layers(
+          layers, h, dense, np.int32(offset), np.int32(len(part))
+        )
+        kv.append(dense)
+        finite.append(good)
+      state.kv = tuple(kv)
+      last = self._head(self._params, h, np.int32(len(part) - 1))
+      token, good = fetch((last, finite))
+      good = np.concatenate(good)
+      if not good.all():
+        raise NonFiniteError(_explain(good, offset, offset + len(part)))
       state.token = int(token)
       yield state
 
@@ -274,7 +257,12 @@ class Prefill:
     """Splits one computed token chunk; waits for the device."""
     offset = np.int32(token_chunk * self._engine.token_chunk)
     parts = [
-      self._split[self._codec.of_layer(start)](kv, offset)
+      _split_program(
+        *self._codec.of_layer(start),
+        group=self._codec.group,
+        sinks=self._codec.sinks,
+        size=self._engine.token_chunk,
+      )(kv, offset)
       for (start, _), kv in zip(self._ranges, prompt.kv, strict=True)
     ]
     prompt.split[token_chunk] = jax.block_until_ready(tuple(parts))
@@ -293,6 +281,34 @@ class Prefill:
       DenseKV(dense(stop - start), dense(stop - start))
       for start, stop in self._ranges
     )
+
+
+@functools.cache
+def _programs(graphs: cached.Graphs):
+  """Makes the jitted functions; engines of one model share them."""
+
+  def embed(params, tokens):
+    return nnx.merge(graphs.model, params).embed(tokens)
+
+  def layers(params, h, kv, offset, count):
+    return prefill_layers(graphs.layers(params), h, kv, offset, count)
+
+  def head(params, h, row):
+    last = jax.lax.dynamic_slice_in_dim(h, row, 1, axis=1)
+    return cached.greedy(nnx.merge(graphs.model, params).head(last))[0, 0]
+
+  return (
+    program(embed, name='prefill'),
+    program(layers, name='prefill', donate=(1, 2)),
+    program(head, name='prefill'),
+  )
+
+
+@functools.cache
+def _split_program(k: TensorCodec, v: TensorCodec, **static: int):
+  return program(
+    functools.partial(split_chunk, k=k, v=v, **static), name='split'
+  )
 
 
 def _explain(finite: np.ndarray, start: int, stop: int) -> str:

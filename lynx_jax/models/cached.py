@@ -4,33 +4,64 @@
 It knows no drafts and no commits; it never advances a length.
 """
 
+from collections.abc import Sequence
+import dataclasses
+
+from flax import nnx
 import jax
 import jax.numpy as jnp
 
 from lynx_jax.attention import attend
 from lynx_jax.kv_cache import Prefix, Rows, Tail
-from lynx_jax.models.transformer import Transformer
+from lynx_jax.models.transformer import Layer, Transformer
 from lynx_jax.shapes import Array, Float, Float32, Int32
 
 
+@dataclasses.dataclass(frozen=True)
+class Graphs:
+  """Static halves of a model split by nnx: the whole, and any one layer.
+
+  All layers have the same graph, so a program made for one layer group serves
+  every group of as many layers.
+  """
+
+  model: nnx.GraphDef
+  layer: nnx.GraphDef
+
+  def layers(self, params: Sequence[nnx.State]) -> list[Layer]:
+    """Returns layers with the given parameters."""
+    return [nnx.merge(self.layer, state) for state in params]
+
+
+def split(model: Transformer) -> tuple[Graphs, nnx.State]:
+  """Splits a model into what is static and its parameters."""
+  graph, params = nnx.split(model)
+  return Graphs(graph, nnx.split(model.layers[0])[0]), params
+
+
+def layer_params(
+  params: nnx.State, start: int, stop: int
+) -> tuple[nnx.State, ...]:
+  """Returns the parameters of layers `start..stop-1`."""
+  return tuple(params['layers'][layer] for layer in range(start, stop))
+
+
 def run_layers(
-  model: Transformer,
+  layers: Sequence[Layer],
   h: Float[Array, 'B T D'],
   prefix: Prefix,
   tail: Tail,
-  *,
-  first_layer: int,
   rows: Rows,
+  *,
   residual_tokens: Int32[Array, 'B'] | None = None,
   implementation: str | None = None,
 ) -> tuple[Float[Array, 'B T D'], Tail]:
   """Runs one layer group.
 
   Args:
-    model: all layers.
+    layers: of the group.
     h: residual stream.
-    prefix, tail: of this group.
-    first_layer: of the group, in the model.
+    prefix, tail: of the group.
     rows: where the T tokens stand.
     residual_tokens: see `split_attention`.
     implementation: of `split_attention`.
@@ -39,22 +70,22 @@ def run_layers(
     The residual stream, and the tail with the pass's KV in it.
   """
   positions = rows.positions(h.shape[1])
-  for layer in range(tail.k.shape[0]):
+  for index, layer in enumerate(layers):
 
-    def cached(q, k, v, layer=layer, tail=tail):
+    def cached(q, k, v, index=index, tail=tail):
       return attend(
         q,
         k,
         v,
         prefix=prefix,
         tail=tail,
-        layer=layer,
+        layer=index,
         rows=rows,
         residual_tokens=residual_tokens,
         implementation=implementation,
       )
 
-    h, tail = model.layers[first_layer + layer](h, positions, cached)
+    h, tail = layer(h, positions, cached)
   return h, tail
 
 
@@ -63,8 +94,8 @@ def forward(
   tokens: Int32[Array, 'B T'],
   prefix: tuple[Prefix, ...],
   tail: tuple[Tail, ...],
-  *,
   rows: Rows,
+  *,
   residual_tokens: Int32[Array, 'g B'] | None = None,
   implementation: str | None = None,
 ) -> tuple[Float32[Array, 'B T V'], tuple[Tail, ...]]:
@@ -73,21 +104,21 @@ def forward(
   `residual_tokens` holds one row per layer group; see `run_layers`.
   """
   h = model.embed(tokens)
-  written, layer = [], 0
+  written, first = [], 0
   for group, (part, rest) in enumerate(zip(prefix, tail, strict=True)):
+    count = rest.k.shape[0]
     h, rest = run_layers(
-      model,
+      list(model.layers)[first : first + count],
       h,
       part,
       rest,
-      first_layer=layer,
-      rows=rows,
+      rows,
       residual_tokens=(
         None if residual_tokens is None else residual_tokens[group]
       ),
       implementation=implementation,
     )
-    layer += rest.k.shape[0]
+    first += count
     written.append(rest)
   return model.head(h), tuple(written)
 

@@ -211,7 +211,8 @@ def _build(
 ) -> transformer.Transformer:
   """Fills a model with stored tensors, after checking all their shapes."""
   graph, state = nnx.split(transformer.abstract_model(config))
-  wanted = {path: leaf.get_value().shape for path, leaf in state.flat_state()}
+  flat = nnx.to_flat_state(state)
+  wanted = {path: leaf.get_value().shape for path, leaf in flat}
   problems = [f'{name} is missing' for name in names if name not in tensors]
   for name, tensor in tensors.items():
     if name not in names:
@@ -238,9 +239,7 @@ def _build(
     arrays[path] = jax.device_put(value, place)
   if problems:
     raise errors.WeightsError(source, problems, _REPAIR)
-  leaves = [
-    (path, leaf.replace(arrays[path])) for path, leaf in state.flat_state()
-  ]
+  leaves = [(path, leaf.replace(arrays[path])) for path, leaf in flat]
   return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 

@@ -9,19 +9,21 @@ logits do not depend on how many drafts share the pass, and committed tokens
 equal those of `reference_decode`, which calls the same program without drafts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lynx_jax import kv_cache
 from lynx_jax.kv_cache import Cache, Prefix, Rows, Tail
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.programs import fetch, program
-from lynx_jax.shapes import Array, Bool, Int32
+from lynx_jax.shapes import Array, Bool, Float, Int32
 from lynx_jax.speculative import slots as slots_lib
 from lynx_jax.speculative.slots import Slots
 
@@ -35,51 +37,38 @@ def draft(
   tail: Tails,
   slots: Slots,
   wanted: Bool[Array, 'B'],
-  steps: Int32[Array, ''],
   limit: Int32[Array, ''],
   *,
   end_tokens: Int32[Array, 'e'],
-  residual_tokens: Int32[Array, 'g B'] | None = None,
   implementation: str | None = None,
 ) -> tuple[Tails, Slots]:
-  """Drafts up to `steps` tokens a slot, each from the one before.
+  """Drafts until every wanted slot holds `limit` drafts or can draft no more.
 
   Args:
     model: parameters.
     prefix, tail: the cache; planes that drafts do not read are `None`.
     slots: where each slot stands.
     wanted: slots that draft.
-    steps: most tokens to draft in this call.
     limit: most drafts a slot may hold.
     end_tokens: ids that end a text.
-    residual_tokens: see `cached.forward`.
     implementation: of the kernels.
   """
 
   def more(carry):
-    step, _, slots = carry
+    _, slots = carry
     drafting, _ = slots_lib.next_draft(slots, wanted, limit, end_tokens)
-    return (step < steps) & jnp.any(drafting)
+    return jnp.any(drafting)
 
   def one(carry):
-    step, tail, slots = carry
-    drafting, token = slots_lib.next_draft(slots, wanted, limit, end_tokens)
-    rows = Rows(slots.length + slots.n_drafts, slots.prefix_tokens, drafting)
+    tail, slots = carry
+    tokens, rows = draft_rows(slots, wanted, limit, end_tokens)
     logits, tail = cached.forward(
-      model,
-      token[:, None],
-      prefix,
-      tail,
-      rows=rows,
-      residual_tokens=residual_tokens,
-      implementation=implementation,
+      model, tokens, prefix, tail, rows, implementation=implementation
     )
     token = cached.greedy(logits)[:, 0]
-    return step + 1, tail, slots_lib.append_draft(slots, drafting, token)
+    return tail, slots_lib.append_draft(slots, rows.active, token)
 
-  start = (jnp.zeros((), jnp.int32), tail, slots)
-  _, tail, slots = jax.lax.while_loop(more, one, start)
-  return tail, slots
+  return jax.lax.while_loop(more, one, (tail, slots))
 
 
 def verify(
@@ -106,21 +95,10 @@ def verify(
   """
   tokens, where = verify_rows(slots, wanted, rows)
   logits, tail = cached.forward(
-    model, tokens, prefix, tail, rows=where, implementation=implementation
+    model, tokens, prefix, tail, where, implementation=implementation
   )
   targets = cached.greedy(logits)
   return tail, slots_lib.accept(slots, targets, wanted, end_tokens)
-
-
-def verify_rows(
-  slots: Slots, wanted: Bool[Array, 'B'], rows: int
-) -> tuple[Int32[Array, 'B T'], Rows]:
-  """Returns the tokens of a verification, and where they stand."""
-  drafts = slots.drafts[:, : rows - 1]
-  tokens = jnp.concatenate([slots.last_token[:, None], drafts], axis=1)
-  return tokens, Rows(
-    slots.length, slots.prefix_tokens, wanted & (slots.remaining > 0)
-  )
 
 
 def rounds(
@@ -139,7 +117,7 @@ def rounds(
   """Repeats draft → verify → commit until all wanted slots have ended.
 
   Drafts read the Anchor only. With `draft_tokens` = 0 a round is plain
-  decoding in the verify program; with `rows` = 1 nothing is ever drafted.
+  decoding in the verify program.
 
   Args:
     model: parameters.
@@ -159,18 +137,16 @@ def rounds(
 
   def one(carry):
     done, tail, slots = carry
-    if rows > 1:
-      tail, slots = draft(
-        model,
-        kv_cache.anchor_only(prefix),
-        tail,
-        slots,
-        wanted,
-        draft_tokens,
-        draft_tokens,
-        end_tokens=end_tokens,
-        implementation=implementation,
-      )
+    tail, slots = draft(
+      model,
+      kv_cache.anchor_only(prefix),
+      tail,
+      slots,
+      wanted,
+      draft_tokens,
+      end_tokens=end_tokens,
+      implementation=implementation,
+    )
     tail, slots = verify(
       model,
       prefix,
@@ -188,74 +164,212 @@ def rounds(
   return tail, slots
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodePrograms:
-  """The compiled forms; tail and slots are donated to each of them.
-
-  Attributes:
-    draft: `(params, prefix, tail, slots, wanted, steps, limit)`; give it
-      `kv_cache.anchor_only(prefix)`.
-    verify: `(params, prefix, tail, slots, wanted)`.
-    rounds: `(params, prefix, tail, slots, wanted, draft_tokens, max_rounds)`.
-    plain: the same arguments as `rounds`, with one row and no drafts.
-  """
-
-  draft: Callable[..., tuple[Tails, Slots]]
-  verify: Callable[..., tuple[Tails, Slots]]
-  rounds: Callable[..., tuple[Tails, Slots]]
-  plain: Callable[..., tuple[Tails, Slots]]
+def draft_rows(
+  slots: Slots,
+  wanted: Bool[Array, 'B'],
+  limit: Int32[Array, ''],
+  end_tokens: Int32[Array, 'e'],
+) -> tuple[Int32[Array, 'B 1'], Rows]:
+  """Returns the tokens to draft from, and where they stand."""
+  drafting, token = slots_lib.next_draft(slots, wanted, limit, end_tokens)
+  first = slots.length + slots.n_drafts
+  return token[:, None], Rows(first, slots.prefix_tokens, drafting)
 
 
-def build(
-  graph: nnx.GraphDef,
-  *,
-  rows: int,
-  end_tokens: tuple[int, ...],
-  implementation: str | None = None,
-) -> DecodePrograms:
-  """Builds the programs of a model split by `nnx.split`.
+def verify_rows(
+  slots: Slots, wanted: Bool[Array, 'B'], rows: int
+) -> tuple[Int32[Array, 'B T'], Rows]:
+  """Returns the tokens of a verification, and where they stand."""
+  drafts = slots.drafts[:, : rows - 1]
+  tokens = jnp.concatenate([slots.last_token[:, None], drafts], axis=1)
+  return tokens, Rows(
+    slots.length, slots.prefix_tokens, wanted & (slots.remaining > 0)
+  )
+
+
+class Decoder:
+  """The compiled programs of one model and configuration.
+
+  A single draft step and a single verification are composed of three kinds of
+  programs: one that opens the pass (rows and embedding), one that runs a layer
+  group, and one that closes it (head, and what follows from the tokens). They
+  compile in a fraction of the time of a whole pass, since equal layer groups
+  share a program, and a pass can stop between groups. `rounds` is one program.
+  Both forms give the same bits.
+
+  Tail and slots are donated to every call.
 
   Args:
-    graph: the model's graph definition.
+    graphs: of the model.
+    ranges: [start, stop) of every layer group.
     rows: T of the verify program.
     end_tokens: ids that end a text.
     implementation: of the kernels.
   """
-  ends = jnp.asarray(end_tokens or (-1,), jnp.int32)
 
-  def compiled(name, function, **fixed):
-    def call(params, prefix, tail, slots, wanted, *traced):
-      return function(
-        nnx.merge(graph, params),
-        prefix,
-        tail,
-        slots,
-        wanted,
-        *traced,
-        end_tokens=ends,
-        implementation=implementation,
-        **fixed,
+  def __init__(
+    self,
+    graphs: cached.Graphs,
+    ranges: Sequence[tuple[int, int]],
+    *,
+    rows: int,
+    end_tokens: Sequence[int] = (),
+    implementation: str | None = None,
+  ):
+    self.rows = rows
+    self._ranges = tuple(ranges)
+    # -1 is no token: an array of ends may not be empty.
+    self.end_tokens = np.asarray(tuple(end_tokens) or (-1,), np.int32)
+    self._programs = _programs(graphs, rows, implementation)
+
+  def draft(
+    self,
+    params: nnx.State,
+    cache: Cache,
+    slots: Slots,
+    wanted: Bool[Array, 'B'],
+    limit: int,
+  ) -> tuple[Cache, Slots]:
+    """Drafts one token in every wanted slot with room; see `draft`."""
+    run = self._programs
+    h, where = run.open_draft(
+      params, slots, wanted, np.int32(limit), self.end_tokens
+    )
+    prefix = kv_cache.anchor_only(cache.prefix)
+    h, tail = self._layers(params, h, prefix, cache.tail, where)
+    slots = run.close_draft(params, h, slots, where.active)
+    return dataclasses.replace(cache, tail=tail), slots
+
+  def verify(
+    self,
+    params: nnx.State,
+    cache: Cache,
+    slots: Slots,
+    wanted: Bool[Array, 'B'],
+    rows: int | None = None,
+  ) -> tuple[Cache, Slots]:
+    """Verifies once; `rows` = 1 is plain decoding; see `verify`."""
+    run = self._programs
+    h, where = run.open_verify[rows or self.rows](params, slots, wanted)
+    h, tail = self._layers(params, h, cache.prefix, cache.tail, where)
+    slots = run.close_verify(params, h, slots, wanted, self.end_tokens)
+    return dataclasses.replace(cache, tail=tail), slots
+
+  def rounds(
+    self,
+    params: nnx.State,
+    cache: Cache,
+    slots: Slots,
+    wanted: Bool[Array, 'B'],
+    draft_tokens: int,
+    max_rounds: int,
+  ) -> tuple[Cache, Slots]:
+    """Repeats draft → verify → commit; see `rounds`."""
+    tail, slots = self._programs.rounds(
+      params,
+      cache.prefix,
+      cache.tail,
+      slots,
+      wanted,
+      np.int32(draft_tokens),
+      np.int32(max_rounds),
+      self.end_tokens,
+    )
+    return dataclasses.replace(cache, tail=tail), slots
+
+  def _layers(self, params, h, prefix, tail, where):
+    written = []
+    for (start, stop), part, rest in zip(
+      self._ranges, prefix, tail, strict=True
+    ):
+      layers = cached.layer_params(params, start, stop)
+      h, rest = self._programs.layers(layers, h, part, rest, where)
+      written.append(rest)
+    return h, tuple(written)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+  open_draft: Callable
+  open_verify: dict[int, Callable]
+  layers: Callable
+  close_draft: Callable
+  close_verify: Callable
+  rounds: Callable
+
+
+@functools.cache
+def _programs(
+  graphs: cached.Graphs, rows: int, implementation: str | None
+) -> _Programs:
+  """Makes the jitted functions; engines of one model share them."""
+
+  def open_draft(params, slots, wanted, limit, end_tokens):
+    tokens, where = draft_rows(slots, wanted, limit, end_tokens)
+    return nnx.merge(graphs.model, params).embed(tokens), where
+
+  def open_verify(params, slots, wanted, *, rows):
+    tokens, where = verify_rows(slots, wanted, rows)
+    return nnx.merge(graphs.model, params).embed(tokens), where
+
+  def layers(params, h, prefix, tail, where):
+    return cached.run_layers(
+      graphs.layers(params),
+      h,
+      prefix,
+      tail,
+      where,
+      implementation=implementation,
+    )
+
+  def close_draft(params, h: Float[Array, 'B 1 D'], slots, drafting):
+    logits = nnx.merge(graphs.model, params).head(h)
+    return slots_lib.append_draft(slots, drafting, cached.greedy(logits)[:, 0])
+
+  def close_verify(params, h, slots, wanted, end_tokens):
+    targets = cached.greedy(nnx.merge(graphs.model, params).head(h))
+    return slots_lib.accept(slots, targets, wanted, end_tokens)
+
+  def all_rounds(
+    params, prefix, tail, slots, wanted, draft_tokens, max_rounds, end_tokens
+  ):
+    return rounds(
+      nnx.merge(graphs.model, params),
+      prefix,
+      tail,
+      slots,
+      wanted,
+      draft_tokens,
+      max_rounds,
+      rows=rows,
+      end_tokens=end_tokens,
+      implementation=implementation,
+    )
+
+  return _Programs(
+    open_draft=program(open_draft, name='draft'),
+    open_verify={
+      count: program(
+        functools.partial(open_verify, rows=count), name='verify'
       )
-
-    return program(call, name=name, donate=(2, 3))
-
-  return DecodePrograms(
-    draft=compiled('draft', draft),
-    verify=compiled('verify', verify, rows=rows),
-    rounds=compiled('rounds', rounds, rows=rows),
-    plain=compiled('plain', rounds, rows=1),
+      for count in {1, rows}
+    },
+    layers=program(layers, name='layers', donate=(3,)),
+    close_draft=program(close_draft, name='draft', donate=(2,)),
+    close_verify=program(close_verify, name='verify', donate=(2,)),
+    rounds=program(all_rounds, name='rounds', donate=(2, 3)),
   )
 
 
 def reference_decode(
-  programs: DecodePrograms, params: nnx.State, cache: Cache, slots: Slots
+  decoder: Decoder, params: nnx.State, cache: Cache, slots: Slots
 ) -> tuple[list[list[int]], Cache]:
   """Decodes every slot to its end with the verify program and no drafts.
 
   This *defines* the output of a scheme. Tail and slots are donated.
 
   Args:
-    programs: of the model and the configuration in question.
+    decoder: of the model and the configuration in question.
     params: the model's parameters.
     cache: complete for the target.
     slots: started, without drafts.
@@ -263,10 +377,8 @@ def reference_decode(
   Returns:
     The tokens of each slot, token 1 first, and the cache.
   """
-  tail = cache.tail
-  wanted = jnp.ones(slots.length.shape, bool)
+  wanted = np.ones(slots.length.shape, bool)
   while fetch(slots.remaining).any():
-    tail, slots = programs.verify(params, cache.prefix, tail, slots, wanted)
+    cache, slots = decoder.verify(params, cache, slots, wanted)
   out, count = fetch((slots.out, slots.n_out))
-  tokens = [row[:n].tolist() for row, n in zip(out, count, strict=True)]
-  return tokens, dataclasses.replace(cache, tail=tail)
+  return [row[:n].tolist() for row, n in zip(out, count, strict=True)], cache
