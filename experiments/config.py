@@ -150,8 +150,8 @@ class Link:
     require(
       self.rate_gbps is None
       or (self.rate_gbps > 0 and math.isfinite(self.rate_gbps)),
-      f'link.rate_gbps={self.rate_gbps} must be positive, or None to find it '
-      'from link.share',
+      f'link.rate_gbps={self.rate_gbps} must be positive; leave it out to '
+      'find it from link.share',
     )
     require(
       self.rtt_ms >= 0 and math.isfinite(self.rtt_ms),

@@ -79,14 +79,24 @@ class Screen:
       self.note(tokens.plain())
 
   def table(self, records: Iterable[Mapping[str, Any]]) -> None:
-    """Prints the comparison of schemes; see `table_rows`."""
-    grid = table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in COLUMNS:
-      grid.add_column(column.title, justify=column.justify, no_wrap=True)
-    for row in table_rows(records):
-      grid.add_row(*row)
-    width = None if self.is_live else TABLE_WIDTH
-    self._console.print(grid, width=width)
+    """Prints the comparison: a table a mode, a column a scheme.
+
+    Args:
+      records: of one study; see `columns_of`.
+    """
+    records = list(records)
+    modes = dict.fromkeys(r['mode'] for r in records if _is_shown(r))
+    for mode in modes:
+      columns = columns_of([r for r in records if r.get('mode') == mode])
+      grid = table.Table(
+        title=f'{mode}, medians', title_justify='left', box=box.SIMPLE_HEAD
+      )
+      grid.add_column('')
+      for scheme in columns:
+        grid.add_column(scheme, justify='right', no_wrap=True)
+      for i, row in enumerate(ROWS):
+        grid.add_row(row.title, *(cells[i] for cells in columns.values()))
+      self._console.print(grid)
 
 
 class TokenStream:
@@ -167,35 +177,40 @@ def _whole(decoded: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
-  """One column: a title and how to form a cell from a scheme's records."""
+class Row:
+  """One row: a title and how to form a cell from a scheme's records.
+
+  `cell` takes the records of the scheme, and those of all schemes by name.
+  """
 
   title: str
   cell: Callable[[list[Mapping[str, Any]], dict[str, list]], str]
-  justify: Any = 'right'
 
 
-def table_rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-  """Forms the cells of the table: a row per scheme and mode, medians inside.
+def columns_of(
+  records: Iterable[Mapping[str, Any]],
+) -> dict[str, list[str]]:
+  """Forms the cells of every scheme, in the order of ROWS.
 
   Args:
-    records: `request` records of one study; others are passed over. Those in
-      plain form (`form='plain'`) are left to the study's summaries.
+    records: of one mode. Only `request` records are taken, without those in
+      plain form, which the summaries use.
   """
-  groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+  groups: dict[str, list[Mapping[str, Any]]] = {}
   for record in records:
-    if record.get('kind') == 'request' and record.get('form') != 'plain':
-      key = (record['mode'] or '', record['scheme'])
-      groups.setdefault(key, []).append(record)
-  rows = []
-  for (mode, _), group in groups.items():
-    peers = {scheme: g for (m, scheme), g in groups.items() if m == mode}
-    rows.append([column.cell(group, peers) for column in COLUMNS])
-  return rows
+    if _is_shown(record):
+      groups.setdefault(record['scheme'], []).append(record)
+  return {
+    scheme: [row.cell(group, groups) for row in ROWS]
+    for scheme, group in groups.items()
+  }
+
+
+def _is_shown(record: Mapping[str, Any]) -> bool:
+  return record.get('kind') == 'request' and record.get('form') != 'plain'
 
 
 UNKNOWN = '–'
-TABLE_WIDTH = 160
 
 
 def _median(group: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -242,20 +257,19 @@ def _equal(group, _) -> str:
   return 'yes' if all(known) else f'NO ({known.count(False)}/{len(known)})'
 
 
-COLUMNS = (
-  Column('scheme', lambda g, _: g[0]['scheme'], 'left'),
-  Column('mode', lambda g, _: g[0]['mode'] or UNKNOWN, 'left'),
-  Column('TTFT prov. s', _number('ttft_provisional_s', '.3f')),
-  Column('TTFT comm. s', _number('ttft_committed_s', '.3f')),
-  Column('1→2 gap s', _number('tbt_first_s', '.3f')),
-  Column('exposed s', _number('exposed_s', '.3f')),
-  Column('/ INT8', _over_int8),
-  Column('/ bound', _over_bound),
-  Column('accept', _acceptance),
-  Column('retract', _number('retracted', '.0f')),
-  Column('bits A', _number('bits_anchor', '.2f')),
-  Column('bits A+R', _number('bits_total', '.2f')),
-  Column('MB A', _number('bytes_anchor', '.2f', 1e-6)),
-  Column('MB R', _number('bytes_residual', '.2f', 1e-6)),
-  Column('= ref.', _equal, 'left'),
+ROWS = (
+  Row('TTFT provisional, s', _number('ttft_provisional_s', '.3f')),
+  Row('TTFT committed, s', _number('ttft_committed_s', '.3f')),
+  Row('token 1 to 2, s', _number('tbt_first_s', '.3f')),
+  Row('exposed, s', _number('exposed_s', '.3f')),
+  Row('TTFT over INT8', _over_int8),
+  Row('TTFT over bound', _over_bound),
+  Row('last token, s', _number('done_s', '.3f')),
+  Row('acceptance', _acceptance),
+  Row('retracted tokens', _number('retracted', '.0f')),
+  Row('Anchor, bits a value', _number('bits_anchor', '.2f')),
+  Row('all, bits a value', _number('bits_total', '.2f')),
+  Row('Anchor, MB', _number('bytes_anchor', '.2f', 1e-6)),
+  Row('Residual, MB', _number('bytes_residual', '.2f', 1e-6)),
+  Row('equals reference', _equal),
 )

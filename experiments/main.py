@@ -21,6 +21,7 @@ line that says what to change, and exit code 2; Ctrl-C with 130.
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -28,7 +29,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import config, display, results
+from experiments import config, display, prompts, results
 from lynx_jax.config import ConfigError
 
 # Runs a study: writes records, shows what happens.
@@ -57,7 +58,8 @@ def main(argv: Sequence[str], study: Study | None = None) -> int:
   except BrokenPipeError:
     # The reader of our output has gone (`| head`): not worth a word, but
     # Python would complain when it flushes at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError):
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
   except ConfigError as error:
     _say(f'error: {error}')
@@ -65,6 +67,8 @@ def main(argv: Sequence[str], study: Study | None = None) -> int:
     # Of an optional package; the library's message names the extra.
     if error.name and error.name.split('.')[0] in ('lynx_jax', 'experiments'):
       raise
+    _say(f'error: {error}')
+  except results.WorkdirError as error:
     _say(f'error: {error}')
   except OSError as error:
     _say(f'error: {_os_error(error)}')
@@ -79,6 +83,7 @@ def main(argv: Sequence[str], study: Study | None = None) -> int:
 def _run(argv: Sequence[str], study: Study | None) -> int:
   values, workdir = parse(argv)
   settings = config.settings(values)
+  prompts.read(settings.prompt_file)  # a mistake shows before anything runs
   with results.Writer(workdir) as writer, display.screen() as screen:
     if writer.isolated:
       screen.note(
@@ -154,11 +159,16 @@ def _parse_flags(
   try:
     rest = values(list(argv))
     loaded = values['config'].value
+    _ = loaded and loaded.keys()  # a failure to load shows at the first use
   except (flags.Error, ValueError, TypeError, AttributeError) as error:
     raise ConfigError(f'{_one_line(error)} (see --help)') from error
   except OSError as error:
+    # The package wraps the error in its own story; the path is in its end.
+    story = _one_line(error)
+    missing = re.search(r"No such file or directory: '([^']*)'", story)
+    problem = f'{missing[1]!r} does not exist' if missing else story
     raise ConfigError(
-      f'--config cannot be read: {_one_line(error)}; for example {_EXAMPLE}'
+      f'--config cannot be read: {problem}; for example {_EXAMPLE}'
     ) from error
   except Exception as error:  # whatever the user's file raises
     raise ConfigError(

@@ -8,7 +8,6 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
-import math
 import os
 import pathlib
 import platform
@@ -67,6 +66,10 @@ EXTRA_FIELDS = ('request', 'repeat', 'prompt', 'form')
 LABELS = ('measured', 'compiled', 'projected')
 
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'numpy', 'lynx-jax')
+
+
+class WorkdirError(OSError):
+  """Records cannot be written; the message names the file and a remedy."""
 
 
 def request_record(**values: Any) -> dict[str, Any]:
@@ -159,7 +162,7 @@ class Writer:
     """Makes the folder and opens the file.
 
     Raises:
-      OSError: one of them cannot be written; the error names it.
+      WorkdirError: one of them cannot be written.
     """
     self.path = pathlib.Path(workdir) / FILE
     self.isolated: pathlib.Path | None = None
@@ -192,7 +195,7 @@ class Writer:
     """Appends one record.
 
     Raises:
-      OSError: it could not be written whole; the file is as it was before.
+      WorkdirError: it could not be written whole; the file is as before.
       ValueError: it is no JSON: NaN and infinity have no place in it.
     """
     line = (encode(record) + '\n').encode('ascii')
@@ -267,11 +270,6 @@ def _plain(value: Any) -> Any:
   raise TypeError(f'{type(value).__name__} has no place in a record: {value!r}')
 
 
-def _explained(error: OSError, path: pathlib.Path, remedy: str) -> OSError:
-  text = f'{error.strerror or error}; {remedy}'
-  return OSError(error.errno, text, error.filename or str(path))
-
-
-def finite(value: float | None) -> float | None:
-  """Returns the value, or None where it is unknown or no finite number."""
-  return value if value is not None and math.isfinite(value) else None
+def _explained(error: OSError, path: pathlib.Path, remedy: str) -> WorkdirError:
+  where = error.filename or path
+  return WorkdirError(f'{str(where)!r}: {error.strerror}; {remedy}')
