@@ -1,277 +1,692 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TPU kernel of `split_attention`."""
+"""TPU kernel of `split_attention`: flash decoding on packed planes.
+
+It knows no cache and no model; `split_attention` is its meaning.
+
+How the work is laid out:
+
+* The centred codes of a group are an int8 matrix [channel, token], made from
+  the planes by masks and shifts of whole 32-bit words; no value is dequantised.
+  Scales and offsets are folded into the query and into the output.
+* The MXU multiplies int8. A query row, and a row of softmax weights, goes in as
+  two int8 digits (`_digits`): 16-bit operands, and up to 16 rows cost the MXU
+  no more than one.
+* A *tile* is what one vector register of scores holds: two groups where there
+  are at most 4 query rows (or head dim is 64), one group otherwise; see
+  `_Tile`. Every row of every tile has its own maximum, so that weights far
+  below a slot's maximum (all but an attention sink's) keep their 16 bits.
+* The grid runs over the (slot, block of tokens) pairs that hold tokens: ragged
+  slots waste nothing. A block takes all its KV heads at once, in two phases:
+  scores and weights of every tile, then their sums over V. The next block's
+  bytes are on their way meanwhile.
+"""
 
 import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+import numpy as np
 
+from lynx_jax import codec as codec_lib
+from lynx_jax.codec import PackedTensor
+from lynx_jax.config import Axis, Rotation, TensorCodec
 from lynx_jax.pallas_kernels.dispatch import Unsupported
 
 _LANES = 128
+_GROUP = 128
+# Stands for -inf: exp2 of a difference of two of them is 1, not NaN.
 _MASKED = -1e30
+# Largest magnitude `_digits` can hold: the high digit stays within int8.
 _DIGITS = 32512.0
+# Adding 1.5 * 2^23 leaves a float32's integer part in its low bits.
 _MAGIC = 1.5 * 2**23 + 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSizes:
+  """What one grid step takes.
+
+  Attributes:
+    tokens: of a slot; a multiple of 1024.
+    heads: KV heads; fewer where a cache has fewer.
+  """
+
   tokens: int = 2048
   heads: int = 8
-  chunk: int = 16
-  delay: int = 1
+
+  def __post_init__(self):
+    if self.tokens <= 0 or self.tokens % 1024:
+      raise ValueError(f'tokens={self.tokens} must be a multiple of 1024')
+    if self.heads <= 0:
+      raise ValueError(f'heads={self.heads} must be positive')
 
 
-def split_attention_tpu(q, k, v, *, layer, prefix_tokens, residual_tokens=None,
-                        sinks=0, logits_scale=1.0, block_sizes=None,
-                        soft_cap=None, interpret=False):
-  B, T, N, H = q.shape
-  K = k.planes[0].shape[2]
-  G = N // K
-  S = k.groups * k.group
-  Q = k.group
-  rows = T * G
-  bs = block_sizes or BlockSizes()
-  bt, hb = min(bs.tokens, S), min(bs.heads, K)
-  stacked = H < _LANES
-  pack = 2 if stacked or rows <= 4 else 1
-  step = 4 if pack == 2 else 8
-  rp = -(-rows // step) * step
-  M, W = pack * rp, max(H, _LANES)
+class _Packed(NamedTuple):
+  """Planes, scale and offset: HBM refs, or VMEM buffers of two blocks."""
 
-  q = q.astype(jnp.float32) * jnp.float32(logits_scale * math.log2(math.e))
-  q = q.reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, rows, H)
-  q = jnp.pad(q, ((0, 0), (0, 0), (0, rp - rows), (0, 0)))
-  if stacked:
-    z = jnp.zeros_like(q)
-    q = jnp.concatenate([jnp.concatenate([q, z], -1),
-                         jnp.concatenate([z, q], -1)], -2)
-  elif pack == 2:
-    q = jnp.concatenate([q, q], -2)
+  planes: tuple[Any, ...]
+  scale: Any
+  offset: Any
 
-  nb = pl.cdiv(S, bt)
-  ng = bt // Q
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+  """How query rows and groups of tokens share a vector register.
+
+  `rows` (the query rows of a KV head, padded) times `pack` groups are the
+  sublanes of a tile. Groups meet in two ways, here for 4 rows:
+
+  | head dim | row 1 (group g) | row 5 (group g + 1) |
+  |---|---|---|
+  | 128, 256: side by side | lanes 0..127 of the scores | lanes 128..255 |
+  | 64: stacked | q in lanes 0..63, rest 0 | q in lanes 64..127, rest 0 |
+
+  Side by side, a product over two groups is computed for all rows and
+  `select` keeps each row's own group. Stacked, the zeros do that.
+  """
+
+  head_dim: int
+  rows: int
+  pack: int
+
+  @classmethod
+  def of(cls, query_rows: int, head_dim: int) -> '_Tile':
+    pack = 2 if head_dim < _LANES or query_rows <= 4 else 1
+    unit = 8 // pack
+    return cls(head_dim, -(-query_rows // unit) * unit, pack)
+
+  @property
+  def stacked(self) -> bool:
+    return self.head_dim < _LANES
+
+  @property
+  def sublanes(self) -> int:
+    return self.rows * self.pack
+
+  @property
+  def width(self) -> int:
+    """Lanes of the query and of the output."""
+    return max(self.head_dim, _LANES)
+
+  def arrange(self, q):
+    """Lays out [..., rows, H] as [..., sublanes, width]."""
+    if not self.stacked:
+      return jnp.concatenate([q] * self.pack, -2)
+    zero = jnp.zeros_like(q)
+    first = jnp.concatenate([q, zero], -1)
+    return jnp.concatenate([first, jnp.concatenate([zero, q], -1)], -2)
+
+  def _first(self, width):
+    row = lax.broadcasted_iota(jnp.int32, (self.sublanes, width), 0)
+    return row < self.rows
+
+  def select(self, x, width):
+    """Keeps each row's own group of [sublanes, pack * width]."""
+    if self.stacked or self.pack == 1:
+      return x
+    return jnp.where(self._first(width), x[:, :width], x[:, width:])
+
+  def channels(self, ref, head, g):
+    """Returns the rows g, g + 1 of a [heads, groups, H] ref, for `width`."""
+    size = (self.sublanes, self.head_dim)
+    rows = [
+      jnp.broadcast_to(ref[head, pl.ds(g + i, 1), :], size)
+      for i in range(self.pack)
+    ]
+    if self.stacked:
+      return jnp.concatenate(rows, -1)
+    return functools.reduce(
+      lambda a, b: jnp.where(self._first(size[1]), a, b), rows
+    )
+
+  def tokens(self, ref, head, g):
+    """Returns the rows g, g + 1 of a [heads, groups, Q] ref, for the scores."""
+    size = (self.sublanes, _GROUP)
+    rows = [
+      jnp.broadcast_to(ref[head, pl.ds(g + i, 1), :], size)
+      for i in range(self.pack)
+    ]
+    return functools.reduce(
+      lambda a, b: jnp.where(self._first(_GROUP), a, b), rows
+    )
+
+  def per_group(self, values):
+    """Returns a column that holds `values[i]` in the rows of group i."""
+    return functools.reduce(
+      lambda a, b: jnp.where(self._first(1), a, b), values
+    )
+
+  def spread(self, x):
+    """Widens a lane-replicated [sublanes, 128] to `width`."""
+    return jnp.concatenate([x] * (self.width // _LANES), 1)
+
+  def merge(self, top, mass, out):
+    """Merges the groups' partial softmax: three [rows, ...] arrays."""
+    if self.pack == 1:
+      return top, mass, out
+    n, h = self.rows, self.head_dim
+    first, second = out[:n, :h], out[n:, -h:]
+    peak = jnp.maximum(top[:n], top[n:])
+    a, b = jnp.exp2(top[:n] - peak), jnp.exp2(top[n:] - peak)
+    wide = max(h // _LANES, 1)
+    a_out, b_out = (jnp.concatenate([x] * wide, 1)[:, :h] for x in (a, b))
+    out = first * a_out + second * b_out
+    return peak, mass[:n] * a + mass[n:] * b, out
+
+
+def split_attention_tpu(
+  q,
+  k: PackedTensor,
+  v: PackedTensor,
+  *,
+  layer,
+  prefix_tokens,
+  residual_tokens=None,
+  sinks: int = 0,
+  logits_scale: float,
+  soft_cap: float | None = None,
+  block_sizes: BlockSizes | None = None,
+  interpret: bool = False,
+):
+  """Runs the kernel; see `split_attention` for arguments and results.
+
+  Raises:
+    Unsupported: the nearest shape that works is in the message.
+  """
+  batch, rows, heads, head_dim = q.shape
+  kv_heads = k.planes[0].shape[2]
+  per_head = heads // kv_heads
+  blocks = block_sizes or BlockSizes()
+  _check(q, k, v)
+  tile = _Tile.of(rows * per_head, head_dim)
+  step_groups = _divisor(k.groups, blocks.tokens // _GROUP, tile.pack)
+  step_heads = max(
+    n for n in range(1, blocks.heads + 1) if kv_heads % n == 0
+  )
+  step_tokens = step_groups * _GROUP
+
+  q = q.astype(jnp.float32) * np.float32(logits_scale * math.log2(math.e))
+  q = q.reshape(batch, rows, kv_heads, per_head, head_dim)
+  q = jnp.moveaxis(q, 1, 2).reshape(batch, kv_heads, -1, head_dim)
+  if k.codec.rotation is Rotation.HADAMARD:
+    q = codec_lib.rotate(q)
+  spare = tile.rows - rows * per_head
+  q = tile.arrange(jnp.pad(q, ((0, 0), (0, 0), (0, spare), (0, 0))))
 
   prefix_tokens = prefix_tokens.astype(jnp.int32)
-  last = jnp.maximum(-(-prefix_tokens // bt) - 1, 0)
+  if residual_tokens is None:
+    residual_tokens = prefix_tokens
+    mixed = False
+  else:
+    mixed = k.depth > 1 or v.depth > 1
+  steps, slot, block = _schedule(
+    prefix_tokens, step_tokens, k.groups // step_groups
+  )
+  scalars = (
+    jnp.asarray(layer, jnp.int32).reshape(1),
+    slot,
+    block,
+    prefix_tokens,
+    residual_tokens.astype(jnp.int32),
+  )
 
-  def index(b, h, j, layer_ref, prefix_ref, last_ref):
-    return (layer_ref[0], b, h, jnp.minimum(j, last_ref[b]), 0)
+  def buffers(packed):
+    def buffer(x):
+      per_group = x.shape[3] // k.groups
+      shape = (2, step_heads, step_groups * per_group, x.shape[4])
+      return pltpu.VMEM(shape, x.dtype)
 
-  def plane_spec(p):
-    r = p.shape[3] // k.groups
-    return pl.BlockSpec((None, None, hb, ng * r, Q), index)
+    return jax.tree.map(buffer, packed)
 
-  def meta_spec(m):
-    return pl.BlockSpec((None, None, hb, ng, m.shape[-1]), index)
+  def per_slot(*shape):
+    return pl.BlockSpec(
+      (None, step_heads, *shape),
+      lambda h, i, layer, slot, *_: (slot[i], h, 0, 0),
+    )
 
-  kp = [p for p in k.planes if p is not None]
-  vp = [p for p in v.planes if p is not None]
-  row_spec = lambda r, w: pl.BlockSpec((None, hb, r, w),
-                                       lambda b, h, j, *_: (b, h, 0, 0))
-  kernel = functools.partial(
-    _kernel, nk=len(kp), nv=len(vp), H=H, M=M, W=W, pack=pack, stacked=stacked,
-    hb=hb, ng=ng, bt=bt, nb=nb, sinks=sinks, kc=k.codec, vc=v.codec,
-    chunk=min(bs.chunk, ng), rp=rp, delay=bs.delay)
-  mp = ng // 2 if stacked else ng
-  out, lse = pl.pallas_call(
-    kernel,
-    grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=3,
-      grid=(B, K // hb, nb),
-      in_specs=[row_spec(M, W)] + [plane_spec(p) for p in kp]
-      + [meta_spec(k.scale), meta_spec(k.offset)]
-      + [plane_spec(p) for p in vp]
-      + [meta_spec(v.scale), meta_spec(v.offset)],
-      out_specs=[row_spec(rp, H), row_spec(rp, _LANES)],
-      scratch_shapes=[pltpu.VMEM((hb, M, W), jnp.float32),
-                      pltpu.VMEM((hb, M, _LANES), jnp.float32),
-                      pltpu.VMEM((hb, M, _LANES), jnp.float32)]
-      + [pltpu.VMEM((hb, ng, H), jnp.float32)] * 4,
+  operands = tuple(
+    _Packed(tuple(p for p in x.planes if p is not None), x.scale, x.offset)
+    for x in (k, v)
+  )
+  n_copies = len(jax.tree.leaves(operands))
+  n_tiles = step_groups // tile.pack
+  state = (step_heads, tile.sublanes, _LANES)
+  table = pltpu.VMEM((step_heads, step_groups, _LANES), jnp.float32)
+  channel = pltpu.VMEM((step_heads, step_groups, head_dim), jnp.float32)
+  scratch = _Scratch(
+    k=buffers(operands[0]),
+    v=buffers(operands[1]),
+    arrived=pltpu.SemaphoreType.DMA((2, n_copies)),
+    k_scale=channel if k.codec.axis is Axis.CHANNEL else table,
+    k_bias=channel if k.codec.axis is Axis.CHANNEL else table,
+    v_scale=channel if v.codec.axis is Axis.CHANNEL else table,
+    v_bias=channel if v.codec.axis is Axis.CHANNEL else table,
+    v_unit=table,
+    weights=pltpu.VMEM(
+      (step_heads, n_tiles, 2 * tile.sublanes, _LANES), jnp.int8
     ),
-    out_shape=[jax.ShapeDtypeStruct((B, K, rp, H), jnp.float32),
-               jax.ShapeDtypeStruct((B, K, rp, _LANES), jnp.float32)],
+    tops=pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32),
+    masses=pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32),
+    top=pltpu.VMEM(state, jnp.float32),
+    mass=pltpu.VMEM(state, jnp.float32),
+    out=pltpu.VMEM((step_heads, tile.sublanes, tile.width), jnp.float32),
+  )
+  hbm = jax.tree.map(
+    lambda _: pl.BlockSpec(memory_space=pl.ANY), operands
+  )
+  out, lse = pl.pallas_call(
+    functools.partial(
+      _kernel,
+      tile=tile,
+      codecs=(k.codec, v.codec),
+      groups=step_groups,
+      sinks=sinks,
+      mixed=mixed,
+      soft_cap=None if soft_cap is None else soft_cap * math.log2(math.e),
+    ),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=len(scalars),
+      grid=(kv_heads // step_heads, steps),
+      in_specs=[per_slot(tile.sublanes, tile.width), *hbm],
+      out_specs=[per_slot(tile.rows, head_dim), per_slot(tile.rows, _LANES)],
+      scratch_shapes=[scratch],
+    ),
+    out_shape=[
+      jax.ShapeDtypeStruct((batch, kv_heads, tile.rows, n), jnp.float32)
+      for n in (head_dim, _LANES)
+    ],
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=('parallel', 'parallel', 'arbitrary')),
+      dimension_semantics=('parallel', 'arbitrary')
+    ),
     interpret=interpret,
     name='split_attention',
-  )(jnp.asarray(layer, jnp.int32).reshape(1), prefix_tokens, last,
-    q, *kp, k.scale, k.offset, *vp, v.scale, v.offset)
-  out = out[:, :, :rows].reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4)
-  lse = lse[:, :, :rows, 0].reshape(B, K, T, G).transpose(0, 2, 1, 3)
-  return out.reshape(B, T, N, H), lse.reshape(B, T, N)
+  )(*scalars, q, *operands)
+
+  held = (prefix_tokens > 0)[:, None, None, None]  # others were never written
+  out, lse = jnp.where(held, out, 0.0), jnp.where(held, lse, -jnp.inf)
+  if v.codec.rotation is Rotation.HADAMARD:
+    out = codec_lib.rotate(out)
+
+  def rows_first(x):
+    x = x[:, :, : rows * per_head]
+    x = x.reshape(batch, kv_heads, rows, per_head, x.shape[-1])
+    return jnp.moveaxis(x, 2, 1).reshape(batch, rows, heads, -1)
+
+  return rows_first(out), rows_first(lse)[..., 0]
 
 
-def _kernel(layer_ref, prefix_ref, last_ref, q_ref, *refs, nk, nv, H, M, W, pack, stacked,
-            hb, ng, bt, nb, sinks, kc, vc, chunk, rp, delay):
-  kp, refs = refs[:nk], refs[nk:]
-  (ks, ko), refs = refs[:2], refs[2:]
-  vp, refs = refs[:nv], refs[nv:]
-  (vs, vo), refs = refs[:2], refs[2:]
-  out_ref, lse_ref, acc_ref, m_ref, l_ref, kss, kbs, vss, vbs = refs
-  b, j = pl.program_id(0), pl.program_id(2)
-  tokens = prefix_ref[b]
+def _check(q, k, v):
+  head_dim = q.shape[-1]
+  if head_dim not in (64, 128, 256):
+    raise Unsupported(f'head_dim={head_dim}: must be 64, 128 or 256')
+  if k.group != _GROUP:
+    raise Unsupported(f'group={k.group}: must be {_GROUP}')
+  for name, packed in (('k', k), ('v', v)):
+    for width in packed.codec.planes[: packed.depth]:
+      rows = codec_lib.rows_per_group(width, head_dim)
+      if rows % 32:
+        raise Unsupported(
+          f'{name} has a plane of {width} bits at head_dim={head_dim}: its '
+          f'{rows} byte rows a group must be a multiple of 32; use planes of '
+          f'{32 * 8 // head_dim} bits or more'
+        )
 
-  @pl.when(j == 0)
+
+def _divisor(groups, limit, pack):
+  """Returns the groups of a step: few steps, and aligned metadata rows."""
+  fits = [
+    n
+    for n in range(1, min(limit, groups) + 1)
+    if groups % n == 0 and n % pack == 0 and (n % 8 == 0 or n == groups)
+  ]
+  if not fits:
+    raise Unsupported(
+      f'{groups * _GROUP} tokens of capacity: must be an even number of groups '
+      f'up to {limit * _GROUP} tokens, or a multiple of {8 * _GROUP} tokens'
+    )
+  return fits[-1]
+
+
+def _schedule(prefix_tokens, step_tokens, blocks):
+  """Lists the (slot, block) pairs that hold tokens, slot by slot.
+
+  With blocks of 2048 tokens and prefix_tokens = [4096, 0, 128]:
+
+  | step | slot | block |
+  |---|---|---|
+  | 0 | 0 | 0 |
+  | 1 | 0 | 1 |
+  | 2 | 2 | 0 |
+  """
+  count = -(-prefix_tokens // step_tokens)
+  end = jnp.cumsum(count)
+  step = jnp.arange(len(prefix_tokens) * blocks, dtype=jnp.int32)
+  slot = jnp.sum(step[:, None] >= end, 1).astype(jnp.int32)
+  slot = jnp.minimum(slot, len(prefix_tokens) - 1)
+  block = jnp.maximum(step - (end - count)[slot], 0)
+  return end[-1], slot, block
+
+
+class _Scratch(NamedTuple):
+  """What a step keeps in VMEM.
+
+  Attributes:
+    k, v: two blocks each, one being read and one arriving.
+    arrived: DMA semaphores, per buffer and operand.
+    k_scale, k_bias, v_scale, v_bias: value = bias + scale * code byte.
+    v_unit: undoes the scaling of weights (Axis.TOKEN).
+    weights, tops, masses: of every tile, from the scores to the sums.
+    top, mass, out: the softmax so far: maximum, sum of weights, sum of V.
+  """
+
+  k: Any
+  v: Any
+  arrived: Any
+  k_scale: Any
+  k_bias: Any
+  v_scale: Any
+  v_bias: Any
+  v_unit: Any
+  weights: Any
+  tops: Any
+  masses: Any
+  top: Any
+  mass: Any
+  out: Any
+
+
+def _kernel(
+  layer,
+  slots,
+  blocks,
+  prefix_tokens,
+  residual_tokens,
+  q_ref,
+  k_hbm,
+  v_hbm,
+  out_ref,
+  lse_ref,
+  scratch,
+  *,
+  tile: _Tile,
+  codecs: tuple[TensorCodec, TensorCodec],
+  groups: int,
+  sinks: int,
+  mixed: bool,
+  soft_cap: float | None,
+):
+  heads = q_ref.shape[0]
+  head_block, step = pl.program_id(0), pl.program_id(1)
+  slot, block = slots[step], blocks[step]
+  buffer = step & 1
+  tokens = prefix_tokens[slot] - block * (groups * _GROUP)
+  held = lax.shift_right_logical(tokens, np.int32(7))
+
+  def copies(step, buffer):
+    slot, block = slots[step], blocks[step]
+
+    def copy(hbm, vmem, n):
+      size = vmem.shape[2]
+      source = hbm.at[
+        layer[0],
+        slot,
+        pl.ds(head_block * heads, heads),
+        pl.ds(pl.multiple_of(block * size, size), size),
+      ]
+      return pltpu.make_async_copy(
+        source, vmem.at[buffer], scratch.arrived.at[buffer, n]
+      )
+
+    sources = jax.tree.leaves((k_hbm, v_hbm))
+    targets = jax.tree.leaves((scratch.k, scratch.v))
+    return [copy(*x, n) for n, x in enumerate(zip(sources, targets))]
+
+  @pl.when(step == 0)
   def _():
-    acc_ref[...] = jnp.zeros_like(acc_ref)
-    l_ref[...] = jnp.zeros_like(l_ref)
-    m_ref[...] = jnp.full_like(m_ref, _MASKED)
+    for copy in copies(step, buffer):
+      copy.start()
 
-  @pl.when(j * bt < tokens)
+  @pl.when(step + 1 < pl.num_programs(1))
   def _():
-    held = lax.shift_right_logical(tokens - j * bt, jnp.int32(7))  # groups
-    valid = lax.broadcasted_iota(jnp.int32, (ng, H), 0) < held
-    row_group = lax.div(lax.broadcasted_iota(jnp.int32, (M, 1), 0), jnp.int32(rp))
-    lane = lax.broadcasted_iota(jnp.int32, (M, _LANES), 1)
-    first = lax.broadcasted_iota(jnp.int32, (M, _LANES), 0) < rp
-    n_sinks = jnp.where(j == 0, sinks, 0)
-    kmid = 2.0**(kc.bits - 1) + (2.0**(kc.bits - sum(kc.planes[:nk])) - 1) / 2
-    vmid = 2.0**(vc.bits - 1) + (2.0**(vc.bits - sum(vc.planes[:nv])) - 1) / 2
-    unit_k = 2.0**(kc.bits - 8)
-    unit_v = 2.0**(vc.bits - 8)
+    for copy in copies(step + 1, 1 - buffer):
+      copy.start()
 
-    def rows_of(ref, h, g):
-      def row(i, n):
-        return jnp.broadcast_to(ref[h, pl.ds(g + i, 1), :], (n, H))
-      if stacked:
-        return jnp.concatenate([row(0, M), row(1, M)], -1)
-      if pack == 1:
-        return row(0, M)
-      f = first if H == _LANES else jnp.concatenate([first] * (H // _LANES), 1)
-      return jnp.where(f, row(0, M), row(1, M))
-
-    def select(x, n):  # [M, pack*n] -> [M, n]
-      if stacked or pack == 1:
-        return x
-      f = first if n == _LANES else jnp.concatenate([first] * (n // _LANES), 1)
-      return jnp.where(f, x[:, :n], x[:, n:])
-
-    def combine(d, n):
-      return ((select(d[:M], n) << 8) + select(d[M:], n)).astype(jnp.float32)
-
-    def prepare(h):
-      s = jnp.where(valid, ks[h].astype(jnp.float32), 0.0)
-      o = jnp.where(valid, ko[h].astype(jnp.float32), 0.0)
-      kss[h] = s
-      kbs[h] = o + s * kmid
-      smax = jnp.max(s, axis=0, keepdims=True)
-      s = jnp.where(valid, vs[h].astype(jnp.float32), 0.0)
-      o = jnp.where(valid, vo[h].astype(jnp.float32), 0.0)
-      vss[h] = s * (unit_v / _DIGITS)
-      vbs[h] = o + s * vmid
-      if stacked:
-        smax = jnp.concatenate([smax, smax], -1)
-      q = q_ref[h]
-      qmax = jnp.max(jnp.abs(q) * smax, axis=1, keepdims=True)
-      qmax = jnp.maximum(qmax, 1e-30)
-      return q, q * (_DIGITS / qmax), qmax * (unit_k / _DIGITS)
-
-    def score(h, c, q, qn, qs):
-      dots, out = [], []
-      for g in range(c, c + chunk, pack):
-        qd = _digits(qn * rows_of(kss, h, g))
-        kcode = _codes(kp, h, g, pack, H, kc.planes)
-        kcode = jnp.concatenate(kcode, 0 if stacked else 1)
-        dots.append(jnp.dot(qd, kcode, preferred_element_type=jnp.int32))
-      for g, d in zip(range(c, c + chunk, pack), dots):
-        bias = jnp.sum(q * rows_of(kbs, h, g), 1, keepdims=True)
-        bias = jnp.where(row_group + g < held, bias, _MASKED)
-        x = combine(d, _LANES) * qs + bias
-        if g == 0 and sinks:
-          sink = lane < n_sinks
-          if pack == 2:
-            sink &= first
-          x = jnp.where(sink, _MASKED, x)
-        top = jnp.max(x, 1, keepdims=True)
-        p = jnp.exp2(x - top)
-        mass = jnp.sum(p, 1, keepdims=True)
-        out.append((top, mass, _digits(p * _DIGITS)))
-      return out
-
-    def gather(h, c, scored):
-      dots = []
-      for g, (_, _, pd) in zip(range(c, c + chunk, pack), scored):
-        vcode = jnp.concatenate(_codes(vp, h, g, pack, H, vc.planes), 0)
-        dots.append(lax.dot_general(pd, vcode, (((1,), (1,)), ((), ())),
-                                    preferred_element_type=jnp.int32))
-      m_old, l, acc = state[h]
-      m = functools.reduce(jnp.maximum, [t for t, _, _ in scored])
-      m = jnp.maximum(m, m_old)
-      alpha = jnp.exp2(m_old - m)
-      l, acc = l * alpha, acc * wide(alpha)
-      for g, d, (top, mass, _) in zip(range(c, c + chunk, pack), dots, scored):
-        y = combine(d, H) * rows_of(vss, h, g) + mass * rows_of(vbs, h, g)
-        w = jnp.exp2(top - m)
-        l += mass * w
-        acc += y * wide(w)
-      state[h] = m, l, acc
-
-    def wide(x):
-      return x if W == _LANES else jnp.concatenate([x] * (W // _LANES), 1)
-
-    prepared = [prepare(h) for h in range(hb)]
-    work = [(h, c) for h in range(hb) for c in range(0, ng, chunk)]
-    state = [(m_ref[h], l_ref[h], acc_ref[h]) for h in range(hb)]
-    pending = []
-    for h, c in work:
-      pending.append((h, c, score(h, c, *prepared[h])))
-      if len(pending) > delay:
-        gather(*pending.pop(0))
-    for p in pending:
-      gather(*p)
-    for h in range(hb):
-      m_ref[h], l_ref[h], acc_ref[h] = state[h]
-
-  @pl.when(j == nb - 1)
+  @pl.when(block == 0)
   def _():
-    for h in range(hb):
-      m, l, acc = m_ref[h], l_ref[h], acc_ref[h]
-      if pack == 2:
-        top = jnp.maximum(m[:rp], m[rp:])
-        a, c = jnp.exp2(m[:rp] - top), jnp.exp2(m[rp:] - top)
-        l = l[:rp] * a + l[rp:] * c
-        ae = acc[:rp, :H]
-        ao = acc[rp:, H:] if stacked else acc[rp:]
-        acc = ae * a[:, :1] + ao * c[:, :1]
-        m = top
-      some = m > _MASKED / 2
-      inv = jnp.where(some, 1.0 / l, 0.0)
-      out_ref[h] = acc * inv[:, :1]
-      lse = (m + jnp.log2(l)) * math.log(2)
+    scratch.top[...] = jnp.full_like(scratch.top, _MASKED)
+    scratch.mass[...] = jnp.zeros_like(scratch.mass)
+    scratch.out[...] = jnp.zeros_like(scratch.out)
+
+  for copy in copies(step, buffer):
+    copy.wait()
+  k, v = (
+    _Packed(
+      tuple(p.at[buffer] for p in x.planes),
+      x.scale.at[buffer],
+      x.offset.at[buffer],
+    )
+    for x in (scratch.k, scratch.v)
+  )
+  full = None
+  if mixed:
+    full = residual_tokens[slot] - block * (groups * _GROUP)
+    full = jnp.right_shift(full, 7)
+
+  queries = [
+    _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full)
+    for h in range(heads)
+  ]
+  tiles = [
+    (h, g) for h in range(heads) for g in range(0, groups, tile.pack)
+  ]
+  for h, g in tiles:
+    _weigh(
+      h,
+      g,
+      queries[h],
+      k,
+      scratch,
+      tile=tile,
+      codec=codecs[0],
+      v_axis=codecs[1].axis,
+      held=held,
+      full=full,
+      sinks=jnp.where(block == 0, sinks, 0) if sinks and g == 0 else None,
+      soft_cap=soft_cap,
+    )
+  for h in range(heads):
+    _accumulate(h, v, scratch, tile, codecs[1], groups, full)
+
+  @pl.when(tokens <= groups * _GROUP)
+  def _():
+    for h in range(heads):
+      top, mass, out = tile.merge(
+        scratch.top[h], scratch.mass[h], scratch.out[h]
+      )
+      some = top > _MASKED / 2
+      share = jnp.where(some, 1.0 / mass, 0.0)
+      out_ref[h] = out * share[:, :1]
+      lse = (top + jnp.log2(mass)) * math.log(2)
       lse_ref[h] = jnp.where(some, lse, -jnp.inf)
 
 
-def _digits(t):
-  b = lax.bitcast_convert_type(t + _MAGIC, jnp.int32)
-  return jnp.concatenate([b >> 8, b ^ 128], 0).astype(jnp.int8)
+def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
+  """Fills the tables of one head; returns q as (plain, for digits, unit)."""
+
+  def table(packed, codec):
+    size = packed.scale.shape[1:]
+    group = lax.broadcasted_iota(jnp.int32, size, 0)
+    scale = jnp.where(group < held, packed.scale[h].astype(jnp.float32), 0.0)
+    offset = jnp.where(group < held, packed.offset[h].astype(jnp.float32), 0.0)
+    depth = len(packed.planes)
+    middle = _middle(codec, depth)
+    if full is not None:
+      middle = jnp.where(group < full, middle, _middle(codec, 1))
+    # The code byte is the code moved to the top of 8 bits.
+    return scale * 2.0 ** (codec.bits - 8), offset + scale * middle
+
+  q = q_ref[h]
+  scale, scratch.k_bias[h] = table(k, codecs[0])
+  scratch.k_scale[h] = scale
+  size = jnp.abs(q)
+  if codecs[0].axis is Axis.CHANNEL:
+    largest = jnp.max(scale, axis=0, keepdims=True)
+    if tile.stacked:
+      largest = jnp.concatenate([largest] * 2, -1)
+    size = size * largest
+  size = jnp.max(size, axis=1, keepdims=True)
+  size = jnp.maximum(size, np.float32(1e-30))
+
+  scale, scratch.v_bias[h] = table(v, codecs[1])
+  if codecs[1].axis is Axis.CHANNEL:
+    scratch.v_scale[h] = scale * (1 / _DIGITS)
+  else:
+    largest = jnp.max(scale, axis=1, keepdims=True)
+    largest = jnp.maximum(largest, np.float32(1e-30))
+    scratch.v_scale[h] = scale * (_DIGITS / largest)
+    scratch.v_unit[h] = jnp.broadcast_to(largest * (1 / _DIGITS), scale.shape)
+  return q, q * (_DIGITS / size), size * (1 / _DIGITS)
 
 
-def _codes(planes, h, g, pack, H, widths):
-  out = []
-  for i in range(pack):
-    word, used = None, 0
-    for n, (ref, w) in enumerate(zip(planes, widths)):
-      R = H * w // 8
-      x = pltpu.bitcast(ref[h, pl.ds((g + i) * R, R), :], jnp.int32)
-      used += w
-      if n > 0:
-        flip = sum(1 << (s + w - 1) for s in range(0, 32, w))
-        x = x ^ jnp.int32(flip - (1 << 32) if flip >> 31 else flip)
-      fields = []
-      mask = ((1 << w) - 1) << (8 - used)
-      mask = sum(mask << s for s in range(0, 32, 8))
-      mask = jnp.int32(mask - (1 << 32) if mask >> 31 else mask)
-      for low in range(0, 8, w):
-        up = 8 - used - low
-        y = x << up if up > 0 else lax.shift_right_logical(x, jnp.int32(-up)) if up < 0 else x
-        fields.append(y if w == 8 else y & mask)
-      field = jnp.concatenate(fields, 0) if len(fields) > 1 else fields[0]
-      word = field if word is None else word | field
-    out.append(pltpu.bitcast(word, jnp.int8))
-  return out
+def _weigh(
+  h, g, query, k, scratch, *, tile, codec, v_axis, held, full, sinks, soft_cap
+):
+  """Scores one tile and stores its weights, their maximum and their sum."""
+  q, fine, unit = query
+  size = (tile.sublanes, _GROUP)
+  codes = _codes(h, g, k.planes, codec, tile, full)
+  codes = jnp.concatenate(codes, 0 if tile.stacked else 1)
+  if codec.axis is Axis.CHANNEL:
+    digits = _digits(fine * tile.channels(scratch.k_scale, h, g))
+    bias = q * tile.channels(scratch.k_bias, h, g)
+    bias = jnp.sum(bias, 1, keepdims=True)
+  else:
+    digits = _digits(fine)
+    unit = unit * tile.tokens(scratch.k_scale, h, g)
+    bias = jnp.sum(q, 1, keepdims=True) * tile.tokens(scratch.k_bias, h, g)
+  dot = jnp.dot(digits, codes, preferred_element_type=jnp.int32)
+  score = _join(dot, tile, _GROUP) * unit + bias
+  if soft_cap is not None:
+    score = soft_cap * jnp.tanh(score * (1 / soft_cap))
+  group = tile.per_group([g + i for i in range(tile.pack)])
+  score = jnp.where(group < held, score, _MASKED)
+  if sinks is not None:
+    lane = lax.broadcasted_iota(jnp.int32, size, 1)
+    score = jnp.where((lane < sinks) & (group == 0), _MASKED, score)
+  top = jnp.max(score, 1, keepdims=True)
+  weight = jnp.exp2(score - top)
+  mass = jnp.sum(weight, 1, keepdims=True)
+  if v_axis is Axis.CHANNEL:
+    weight = weight * _DIGITS
+  else:
+    weight = weight * tile.tokens(scratch.v_scale, h, g)
+  n = g // tile.pack
+  scratch.weights[h, n] = _digits(weight)
+  scratch.tops[h, n] = jnp.broadcast_to(top, size)
+  scratch.masses[h, n] = jnp.broadcast_to(mass, size)
+
+
+def _accumulate(h, v, scratch, tile, codec, groups, full):
+  """Adds one head's tiles to its softmax."""
+  tiles = range(groups // tile.pack)
+  tops = [scratch.tops[h, n] for n in tiles]
+  before = scratch.top[h]
+  top = functools.reduce(jnp.maximum, tops, before)
+  rest = jnp.exp2(before - top)
+  mass, out = scratch.mass[h] * rest, scratch.out[h] * tile.spread(rest)
+  for n in tiles:
+    g = n * tile.pack
+    codes = jnp.concatenate(_codes(h, g, v.planes, codec, tile, full), 0)
+    dot = lax.dot_general(
+      scratch.weights[h, n],
+      codes,
+      (((1,), (1,)), ((), ())),
+      preferred_element_type=jnp.int32,
+    )
+    tile_mass = scratch.masses[h, n]
+    value = _join(dot, tile, tile.head_dim)
+    value = value * tile.channels(scratch.v_scale, h, g)
+    value += tile.spread(tile_mass) * tile.channels(scratch.v_bias, h, g)
+    share = jnp.exp2(tops[n] - top)
+    mass += tile_mass * share
+    out += value * tile.spread(share)
+  scratch.top[h], scratch.mass[h], scratch.out[h] = top, mass, out
+
+
+def _middle(codec, depth):
+  """Returns u where the code byte is 0: the midpoint of what is unread."""
+  below = codec.bits - sum(codec.planes[:depth])
+  return 2.0 ** (codec.bits - 1) + (2.0**below - 1) / 2
+
+
+def _digits(x):
+  """Splits round(x) = 256 * high + low into int8 rows [high; low].
+
+  |x| <= 32512. The integer's bits are read off the mantissa, 128 too large, so
+  that the low digit is unsigned there and centred by flipping its top bit:
+
+  | x | bits & 0xFFFF | high | low |
+  |---|---|---|---|
+  | 200.0 | 0x0148 | 1 | -56 |
+  | -3.0 | 0x007D | 0 | -3 |
+  | -32512.0 | 0x8180 - 0x100 = 0x8080 | -127 | 0 |
+  """
+  bits = lax.bitcast_convert_type(x + np.float32(_MAGIC), jnp.int32)
+  return jnp.concatenate([bits >> 8, bits ^ 128], 0).astype(jnp.int8)
+
+
+def _join(dot, tile, width):
+  """Returns 256 * high + low of a product with `_digits`, as float32."""
+  high, low = dot[: tile.sublanes], dot[tile.sublanes :]
+  high, low = tile.select(high, width), tile.select(low, width)
+  return ((high << 8) + low).astype(jnp.float32)
+
+
+def _codes(h, g, planes, codec, tile, full):
+  """Returns the int8 code bytes [H, Q] of every group of a tile."""
+  return [_code(h, g + i, planes, codec, tile, full) for i in range(tile.pack)]
+
+
+def _code(h, g, planes, codec, tile, full):
+  """Assembles a group's code bytes from 32-bit words of its planes.
+
+  A word holds 4 byte rows; every field moves to its place inside its byte. For
+  planes (4, 4), A and R being words of the two planes (R's top bits flipped
+  back), the words of channels 0..H/2-1 and H/2..H-1 are
+
+  | channels | from plane 0 | from plane 1 |
+  |---|---|---|
+  | low nibbles | (A << 4) & 0xF0F0F0F0 | R & 0x0F0F0F0F |
+  | high nibbles | A & 0xF0F0F0F0 | (R >> 4) & 0x0F0F0F0F |
+  """
+  code, below = None, 8
+  for n, (ref, width) in enumerate(zip(planes, codec.planes)):
+    rows = codec_lib.rows_per_group(width, tile.head_dim)
+    word = pltpu.bitcast(ref[h, pl.ds(g * rows, rows), :], jnp.int32)
+    below -= width
+    if n > 0:
+      word = word ^ _in_all_bytes(sum(1 << i for i in range(width - 1, 8, width)))
+      if full is not None:
+        word = word & jnp.where(g < full, np.int32(-1), np.int32(0))
+    mask = _in_all_bytes(((1 << width) - 1) << below)
+    fields = []
+    for low in range(0, 8, width):
+      field = word
+      if low < below:
+        field = word << (below - low)
+      elif low > below:
+        field = lax.shift_right_logical(word, np.int32(low - below))
+      fields.append(field if width == 8 else field & mask)
+    field = jnp.concatenate(fields, 0)
+    code = field if code is None else code | field
+  return pltpu.bitcast(code, jnp.int8)
+
+
+def _in_all_bytes(byte):
+  return np.uint32(byte * 0x01010101).astype(np.int32)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles with the real TPU compiler, without a TPU, and reads its figures.
+
+It knows no kernel: any JAX function goes in. All figures are *compiled*.
+
+Import it before anything initialises libtpu, which reads its flags once. Only
+one process on a machine can use libtpu at a time.
+"""
+
+import collections.abc
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+
+_DUMP = pathlib.Path(tempfile.mkdtemp(prefix='tpu_dump_'))
+os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+os.environ['LIBTPU_INIT_ARGS'] = ' '.join(
+  (
+    os.environ.get('LIBTPU_INIT_ARGS', ''),
+    f'--xla_jf_dump_to={_DUMP}',
+    '--xla_jf_dump_llo_text=true',
+  )
+)
+
+import jax  # noqa: E402  (the flags above must be set before libtpu loads)
+from jax.experimental import topologies  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+  """What turns compiled counts into projected times.
+
+  Attributes:
+    topology: its name for `get_topology_desc`.
+    clock_ghz: assumed; no compiler output states it.
+    hbm_gbyte_s: the compiler's own rate, read back by way of
+      `pl.CostEstimate` and `cost_analysis()['optimal_seconds']`.
+    vmem_bytes: scoped VMEM a kernel gets unless it asks for more.
+  """
+
+  topology: str
+  clock_ghz: float
+  hbm_gbyte_s: float
+  vmem_bytes: int
+
+  @property
+  def bytes_per_cycle(self) -> float:
+    return self.hbm_gbyte_s / self.clock_ghz
+
+
+_MIB = 1 << 20
+CHIPS = {
+  'v4': Chip(
+    topology='v4:2x2x1', clock_ghz=1.05, hbm_gbyte_s=491, vmem_bytes=16 * _MIB
+  ),
+  'v5e': Chip(
+    topology='v5e:2x2', clock_ghz=1.5, hbm_gbyte_s=737.7, vmem_bytes=16 * _MIB
+  ),
+  'v5p': Chip(
+    topology='v5p:2x2x1', clock_ghz=1.75, hbm_gbyte_s=2350, vmem_bytes=16 * _MIB
+  ),
+  'v6e': Chip(
+    topology='v6e:2x2', clock_ghz=1.75, hbm_gbyte_s=1638, vmem_bytes=32 * _MIB
+  ),
+  'tpu7x': Chip(
+    topology='tpu7x:2x2x1',
+    clock_ghz=1.9,
+    hbm_gbyte_s=3650,
+    vmem_bytes=32 * _MIB,
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelReport:
+  """Figures of one Pallas kernel in a module.
+
+  Attributes:
+    name: of the `pallas_call`.
+    bundles: VLIW bundles after register allocation, stalls included, by loop
+      depth: [outside the grid loop, a grid step, …]. DMA waits are not in it.
+    slots: operations issued, by slot (`MXU`, `VALU`, `VSTORE:SPILL`, …).
+    capacity: operations a bundle can hold, by slot.
+    vmem_bytes: all buffers, both copies of double-buffered ones.
+    window_bytes: bytes of one copy of every pipelined operand's window.
+  """
+
+  name: str
+  bundles: tuple[int, ...]
+  slots: dict[str, int]
+  capacity: dict[str, int]
+  vmem_bytes: int
+  window_bytes: int
+
+  @property
+  def spills(self) -> int:
+    """Vector registers stored to VMEM for want of room."""
+    return self.slots.get('VSTORE:SPILL', 0)
+
+  def utilisation(self) -> dict[str, float]:
+    """Returns the share of each slot that is used; the limit is near 1."""
+    total = sum(self.bundles)
+    return {
+      slot: count / (total * self.capacity[slot])
+      for slot, count in self.slots.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModuleReport:
+  """Figures of one compiled module.
+
+  Attributes:
+    kernels: its Pallas kernels, in order of compilation.
+    temp_bytes: HBM the module allocates besides arguments and results.
+    optimal_s: the compiler's own estimate for XLA fusions.
+    copies: HLO copies of at least 1 MiB, as 'dtype[shape] instruction'.
+    hlo: the optimised module.
+  """
+
+  kernels: tuple[KernelReport, ...]
+  temp_bytes: int
+  optimal_s: float
+  copies: tuple[str, ...]
+  hlo: str
+
+
+def compile_for(
+  generation: str,
+  fn: collections.abc.Callable,
+  *args,
+  **jit_options,
+) -> ModuleReport:
+  """Compiles `fn` for one chip and reads the dump.
+
+  Args:
+    generation: a key of `CHIPS`.
+    fn: what `jax.jit` takes.
+    *args: pytrees of `jax.ShapeDtypeStruct`.
+    **jit_options: for `jax.jit`.
+
+  Raises:
+    Whatever the compiler raises.
+  """
+  topology = topologies.get_topology_desc(
+    platform='tpu', topology_name=CHIPS[generation].topology
+  )
+  device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+  placed = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), args
+  )
+  for file in _DUMP.iterdir():
+    shutil.rmtree(file) if file.is_dir() else file.unlink()
+  traced = jax.jit(fn, **jit_options).trace(*placed)
+  compiled = traced.lower(lowering_platforms=('tpu',)).compile()
+  hlo = compiled.as_text()
+  return ModuleReport(
+    kernels=tuple(_kernels(hlo)),
+    temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
+    optimal_s=compiled.cost_analysis().get('optimal_seconds', 0.0),
+    copies=tuple(_large_copies(hlo)),
+    hlo=hlo,
+  )
+
+
+def _kernels(hlo):
+  names = re.findall(
+    r'%(\S+) = [^\n]*custom-call\([^\n]*custom_call_target="tpu_custom_call"',
+    hlo,
+  )
+  memory = _vmem_report()
+  for name in names:
+    capacity, slots = _slots(
+      _one(f'*-{name}-*-final_hlo-static-per-bundle-utilization.txt')
+    )
+    windows = memory[name]['blocks'][0]['allocations']
+    yield KernelReport(
+      name=name,
+      bundles=_bundles(_one(f'*-{name}-*[0-9]-packed-bundles-post-ra.txt')),
+      slots=slots,
+      capacity=capacity,
+      vmem_bytes=memory[name]['total_size'],
+      window_bytes=sum(
+        w['size'] // int(re.search(r'has (\d+) buffering', w['tag'])[1])
+        for w in windows
+        if 'buffering' in w['tag']
+      ),
+    )
+
+
+def _one(pattern):
+  # A kernel compiled twice in one module leaves two identical listings.
+  return sorted(_DUMP.glob(pattern))[-1].read_text(errors='replace')
+
+
+def _bundles(listing):
+  # A stall prints as a bare '{}' without the '>' marks of its loop: it belongs
+  # to the depth of the bundle before it.
+  counts, depth = [0], 0
+  line = re.compile(
+    r'^\s*(?:0x[0-9a-f]+|\d+)\s+(?:[A-Z]{2})?\s*:\s*(>*)\s*(\{\s*\}\s*$)?', re.M
+  )
+  for match in line.finditer(listing):
+    if match[2] is None or match[1]:
+      depth = len(match[1])
+    counts += [0] * (depth + 1 - len(counts))
+    counts[depth] += 1
+  return tuple(counts)
+
+
+def _slots(listing):
+  lines = listing.splitlines()
+  names = [name.strip() for name in lines[1].split(',')]
+  capacity = dict(zip(names, map(int, lines[2].split()), strict=True))
+  used = [0] * len(names)
+  for line in lines[4:]:
+    used = [a + int(b) for a, b in zip(used, line.split(), strict=True)]
+  return capacity, dict(zip(names, used, strict=True))
+
+
+def _vmem_report():
+  # The report is a web page; its data is one JSON object in a script.
+  page = _one('*-vmem_report.html')
+  data, _ = json.JSONDecoder().raw_decode(
+    page, page.index('{', page.index('DATA ='))
+  )
+  return data['hlo_breakdowns']
+
+
+_BYTES = {'bf16': 2, 'f32': 4, 's32': 4, 'u32': 4, 's4': 0.5, 'u4': 0.5}
+
+
+def _large_copies(hlo, minimum=_MIB):
+  for dtype, shape, text in re.findall(
+    r'= (\w+)\[([\d,]+)\]\S* (copy\([^\n]*)', hlo
+  ):
+    size = _BYTES.get(dtype, 1)
+    for n in shape.split(','):
+      size *= int(n)
+    if size >= minimum:
+      yield f'{dtype}[{shape}] {text[:60]}'
