@@ -120,7 +120,7 @@ def load_gguf(
       value = pairs.swapaxes(1, 2).reshape(value.shape)
     return value
 
-  names = _names(config, _GGUF_TOP, _GGUF_LAYER, 'blk.{}.{}.weight')
+  names = _Names(_GGUF_TOP, _GGUF_LAYER, 'blk.{}.{}.weight')
   return config, _build(path, config, names, tensors, decode, placement)
 
 
@@ -142,7 +142,7 @@ def load_safetensors(
     del tensors[name]
   if config.tied_embeddings:
     _drop_tied_copy(path, tensors)
-  names = _names(config, _HF_TOP, _HF_LAYER, 'model.layers.{}.{}.weight')
+  names = _Names(_HF_TOP, _HF_LAYER, 'model.layers.{}.{}.weight')
   return config, _build(
     path, config, names, tensors, lambda _, value: value, placement
   )
@@ -183,34 +183,45 @@ class _Tensor:
   read: Callable[[], np.ndarray]
 
 
-def _names(
-  config: config_lib.ModelConfig,
-  top: Mapping[str, str],
-  layer: Mapping[str, str],
-  pattern: str,
-) -> dict[str, ParameterPath]:
-  """Returns the parameter that each stored name fills, for all of a model."""
-  names: dict[str, ParameterPath] = {
-    name: (parameter,)
-    for name, parameter in top.items()
-    if parameter != 'unembedding' or not config.tied_embeddings
-  }
-  for i in range(config.layers):
-    for name, parameter in layer.items():
-      names[pattern.format(i, name)] = ('layers', i, parameter)
-  return names
+@dataclasses.dataclass(frozen=True)
+class _Names:
+  """How a format names tensors: `pattern` takes the layer and its part."""
+
+  top: Mapping[str, str]
+  layer: Mapping[str, str]
+  pattern: str
+
+  def of(self, config: config_lib.ModelConfig) -> dict[str, ParameterPath]:
+    """Returns the parameter that each stored name of a model fills."""
+    names: dict[str, ParameterPath] = {
+      name: (parameter,)
+      for name, parameter in self.top.items()
+      if parameter != 'unembedding' or not config.tied_embeddings
+    }
+    for i in range(config.layers):
+      for name, parameter in self.layer.items():
+        names[self.pattern.format(i, name)] = ('layers', i, parameter)
+    return names
 
 
 def _build(
   source: str | os.PathLike[str],
   config: config_lib.ModelConfig,
-  names: Mapping[str, ParameterPath],
+  naming: _Names,
   tensors: Mapping[str, _Tensor],
   decode: Callable[[str, np.ndarray], np.ndarray],
   placement: Placement,
 ) -> transformer.Transformer:
   """Fills a model with stored tensors, after checking all their shapes."""
+  if config.layers > len(tensors):
+    # Before the model is laid out: a damaged count may be in the millions.
+    raise errors.WeightsError(
+      source,
+      [f'{config.layers} layers are announced, {len(tensors)} tensors stored'],
+      _REPAIR,
+    )
   graph, state = nnx.split(transformer.abstract_model(config))
+  names = naming.of(config)
   flat = nnx.to_flat_state(state)
   wanted = {path: leaf.get_value().shape for path, leaf in flat}
   problems = [f'{name} is missing' for name in names if name not in tensors]

