@@ -44,8 +44,10 @@ HOST_VALUES = {
   ('engine.py', 'end_tokens'): 'of the tokenizer',
   ('engine.py', 'entry.request.prompt'): 'token ids of the caller',
   ('engine.py', 'self._queue'): 'a deque of entries',
+  ('engine.py', 'times'): 'seconds of a clock',
   ('models/weights.py', 'shape'): 'of a tensor in a file',
   ('models/weights.py', 'value'): 'a number of a JSON file',
+  ('speculative/decode.py', 'end_tokens'): 'of the tokenizer',
   ('transport/courier.py', 'self._under_way'): 'a list of flights',
   ('wire.py', 'part'): 'a slice of a manifest',
 }
@@ -315,11 +317,12 @@ def test_allowed_host_conversions_still_exist():
 )
 @pytest.mark.parametrize('path', ['speculative/decode.py', 'programs.py'])
 def test_a_planted_read_is_seen(path, planted):
-  source = _sources()[path] + (
+  source = _sources()[path]
+  planted_source = source + (
     f'\n\ndef planted(x):\n  import jax, numpy as np\n  return {planted}\n'
   )
-  assert not read_faults(path, _sources()[path])
-  (fault, *_) = read_faults(path, source)
+  before = read_faults(path, source)
+  (fault, *_) = set(read_faults(path, planted_source)) - set(before)
   assert 'in planted may read a device value' in fault
 
 
