@@ -132,28 +132,32 @@ class _Tile:
       return x
     return jnp.where(self._first(width), x[:, :width], x[:, width:])
 
+  def channel_rows(self, table):
+    """Lays out a [groups, H] table so that a row fills `width`."""
+    if not self.stacked:
+      return table
+    even_odd = table.reshape(-1, 2, self.head_dim)
+    return jnp.concatenate([even_odd[:, 0], even_odd[:, 1]], -1)
+
   def channels(self, ref, head, g):
-    """Returns the rows g, g + 1 of a [heads, groups, H] ref, for `width`."""
-    size = (self.sublanes, self.head_dim)
-    rows = [
-      jnp.broadcast_to(ref[head, pl.ds(g + i, 1), :], size)
-      for i in range(self.pack)
-    ]
+    """Reads tile g's scales of channels from a table of `channel_rows`."""
     if self.stacked:
-      return jnp.concatenate(rows, -1)
-    return functools.reduce(
-      lambda a, b: jnp.where(self._first(size[1]), a, b), rows
-    )
+      row = ref[head, pl.ds(g // 2, 1), :]
+      return jnp.broadcast_to(row, (self.sublanes, self.width))
+    return self._rows(ref, head, g)
 
   def tokens(self, ref, head, g):
-    """Returns the rows g, g + 1 of a [heads, groups, Q] ref, for the scores."""
-    size = (self.sublanes, _GROUP)
+    """Reads tile g's scales of tokens from a [heads, groups, Q] table."""
+    return self._rows(ref, head, g)
+
+  def _rows(self, ref, head, g):
+    size = (self.sublanes, ref.shape[-1])
     rows = [
       jnp.broadcast_to(ref[head, pl.ds(g + i, 1), :], size)
       for i in range(self.pack)
     ]
     return functools.reduce(
-      lambda a, b: jnp.where(self._first(_GROUP), a, b), rows
+      lambda a, b: jnp.where(self._first(size[1]), a, b), rows
     )
 
   def per_group(self, values):
@@ -258,7 +262,8 @@ def split_attention_tpu(
   n_tiles = step_groups // tile.pack
   state = (step_heads, tile.sublanes, _LANES)
   table = pltpu.VMEM((step_heads, step_groups, _LANES), jnp.float32)
-  channel = pltpu.VMEM((step_heads, step_groups, head_dim), jnp.float32)
+  channel_rows = step_groups * head_dim // tile.width
+  channel = pltpu.VMEM((step_heads, channel_rows, tile.width), jnp.float32)
   scratch = _Scratch(
     k=buffers(operands[0]),
     v=buffers(operands[1]),
@@ -273,6 +278,7 @@ def split_attention_tpu(
     ),
     tops=pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32),
     masses=pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32),
+    shifts=pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32),
     top=pltpu.VMEM(state, jnp.float32),
     mass=pltpu.VMEM(state, jnp.float32),
     out=pltpu.VMEM((step_heads, tile.sublanes, tile.width), jnp.float32),
@@ -302,7 +308,8 @@ def split_attention_tpu(
       for n in (head_dim, _LANES)
     ],
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=('parallel', 'arbitrary')
+      dimension_semantics=('parallel', 'arbitrary'),
+      disable_bounds_checks=True,
     ),
     interpret=interpret,
     name='split_attention',
@@ -396,6 +403,7 @@ class _Scratch(NamedTuple):
   weights: Any
   tops: Any
   masses: Any
+  shifts: Any
   top: Any
   mass: Any
   out: Any
@@ -447,15 +455,18 @@ def _kernel(
     targets = jax.tree.leaves((scratch.k, scratch.v))
     return [copy(*x, n) for n, x in enumerate(zip(sources, targets))]
 
-  @pl.when(step == 0)
-  def _():
-    for copy in copies(step, buffer):
+  # One loop issues both the first block's copies and the next block's, so that
+  # their scalar code stands, and is counted, once.
+  def issue(n, _):
+    for copy in copies(n, n & 1):
       copy.start()
 
-  @pl.when(step + 1 < pl.num_programs(1))
-  def _():
-    for copy in copies(step + 1, 1 - buffer):
-      copy.start()
+  lax.fori_loop(
+    jnp.where(step == 0, 0, step + 1),
+    jnp.minimum(step + 2, pl.num_programs(1)),
+    issue,
+    None,
+  )
 
   @pl.when(block == 0)
   def _():
@@ -529,7 +540,10 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
     if full is not None:
       middle = jnp.where(group < full, middle, _middle(codec, 1))
     # The code byte is the code moved to the top of 8 bits.
-    return scale * 2.0 ** (codec.bits - 8), offset + scale * middle
+    tables = scale * 2.0 ** (codec.bits - 8), offset + scale * middle
+    if codec.axis is Axis.CHANNEL:
+      tables = tuple(map(tile.channel_rows, tables))
+    return tables
 
   q = q_ref[h]
   scale, scratch.k_bias[h] = table(k, codecs[0])
@@ -537,8 +551,6 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
   size = jnp.abs(q)
   if codecs[0].axis is Axis.CHANNEL:
     largest = jnp.max(scale, axis=0, keepdims=True)
-    if tile.stacked:
-      largest = jnp.concatenate([largest] * 2, -1)
     size = size * largest
   size = jnp.max(size, axis=1, keepdims=True)
   size = jnp.maximum(size, np.float32(1e-30))
@@ -582,6 +594,7 @@ def _weigh(
   top = jnp.max(score, 1, keepdims=True)
   weight = jnp.exp2(score - top)
   mass = jnp.sum(weight, 1, keepdims=True)
+  plain = weight
   if v_axis is Axis.CHANNEL:
     weight = weight * _DIGITS
   else:
@@ -590,6 +603,9 @@ def _weigh(
   scratch.weights[h, n] = _digits(weight)
   scratch.tops[h, n] = jnp.broadcast_to(top, size)
   scratch.masses[h, n] = jnp.broadcast_to(mass, size)
+  if v_axis is Axis.TOKEN:
+    shift = jnp.sum(plain * tile.tokens(scratch.v_bias, h, g), 1, keepdims=True)
+    scratch.shifts[h, n] = jnp.broadcast_to(shift, size)
 
 
 def _accumulate(h, v, scratch, tile, codec, groups, full):
@@ -611,8 +627,12 @@ def _accumulate(h, v, scratch, tile, codec, groups, full):
     )
     tile_mass = scratch.masses[h, n]
     value = _join(dot, tile, tile.head_dim)
-    value = value * tile.channels(scratch.v_scale, h, g)
-    value += tile.spread(tile_mass) * tile.channels(scratch.v_bias, h, g)
+    if codec.axis is Axis.CHANNEL:
+      value = value * tile.channels(scratch.v_scale, h, g)
+      value += tile.spread(tile_mass) * tile.channels(scratch.v_bias, h, g)
+    else:
+      value = value * tile.spread(tile.tokens(scratch.v_unit, h, g))
+      value += tile.spread(scratch.shifts[h, n])
     share = jnp.exp2(tops[n] - top)
     mass += tile_mass * share
     out += value * tile.spread(share)
