@@ -37,14 +37,14 @@ from lynx_jax.config import (
 )
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
-from lynx_jax.prefill import Prefill
+from lynx_jax.prefill import Prefill, Prompt
 from lynx_jax.programs import fetch, program
 from lynx_jax.sender import PrefillFailed, Sender
 from lynx_jax.speculative import decode, draft_length
 from lynx_jax.speculative import slots as slots_lib
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport.courier import Arrival, Cut, Transport
-from lynx_jax.transport.streams import Progress, Stream, WireFormat
+from lynx_jax.transport.streams import Progress, Slice, Stream, WireFormat
 
 _POLL_S = 0.02  # longest wait for an arrival before looking at the rest
 _UNBOUNDED = np.iinfo(np.int32).max
@@ -196,6 +196,15 @@ class _Entry:
   token: int | None = None  # token 1, once its record has come
 
 
+class Step(enum.Enum):
+  """A step that can be timed alone."""
+
+  DRAFT = 'draft'  # one token, Anchor only
+  VERIFY = 'verify'  # the verify program
+  PLAIN = 'plain'  # one token, whole target cache
+  ROUND = 'round'  # one draft, one verification, in one program
+
+
 @dataclasses.dataclass(frozen=True)
 class Costs:
   """Measured seconds of one step alone, each with its fetch."""
@@ -237,7 +246,7 @@ class Engine:
     self.wire = WireFormat(model, codec, config)
     self.costs: Costs | None = None
     graphs, self._params = cached.split(decode_model)
-    place = jax.tree.leaves(self._params)[0].sharding
+    self._device = jax.tree.leaves(self._params)[0].sharding
     self._decoder = decode.Decoder(
       graphs,
       layer_ranges(model, config),
@@ -245,14 +254,14 @@ class Engine:
       end_tokens=tuple(end_tokens),
       implementation=config.implementation,
     )
-    self._cache = jax.device_put(kv_cache.empty(model, codec, config), place)
+    self._cache = jax.device_put(kv_cache.empty(model, codec, config), self._device)
     self._slots = jax.device_put(
       slots_lib.empty(
         config.slots,
         drafts=max(config.backlog_tokens, config.verify_rows),
         output_tokens=config.output_tokens,
       ),
-      place,
+      self._device,
     )
     self._has_residual = any(
       self.wire.planes(group) > 1
@@ -280,30 +289,97 @@ class Engine:
     """Stops all work; may be called twice."""
     self._sender.close()
 
+  def warm_up(self) -> Costs:
+    """Compiles every program that requests can need, and measures the steps.
+
+    Nothing is compiled after it. `costs` keeps the times for the choice of the
+    draft length.
+
+    Raises:
+      RuntimeError: requests are under way.
+    """
+    self._require_idle('warm_up')
+    chunk = np.zeros(self.config.token_chunk, np.int32)
+    prompt = self._sender.compute(chunk)
+    for (segment, plane, group), counts in self.wire.slice_counts().items():
+      for count in counts:
+        part = Slice(segment, plane, group, (0,) * count, (0,) * count)
+        self._cache = self._carry(self._cache, prompt, 0, (part,))
+    if self._has_residual:
+      self.time_step(Step.ROUND)
+    times = {}
+    for step in (Step.DRAFT, Step.VERIFY, Step.PLAIN):
+      self.time_step(step)  # compiles
+      times[step] = float(np.median([self.time_step(step) for _ in range(5)]))
+    self.costs = Costs(
+      draft_s=times[Step.DRAFT],
+      verify_s=times[Step.VERIFY],
+      plain_s=times[Step.PLAIN],
+    )
+    return self.costs
+
+  def time_step(self, step: Step) -> float:
+    """Runs one step in slot 0 with the longest prompt; returns its seconds.
+
+    The time includes the fetch. What the cache holds does not matter.
+
+    Raises:
+      RuntimeError: requests are under way.
+    """
+    self._require_idle('time_step')
+    asked, mask = self.config.output_tokens, np.arange(self.config.slots) == 0
+    self._start(0, self.config.prompt_tokens, token=0, output_tokens=asked)
+    arguments = self._params, self._cache, self._slots, mask
+    start_s = time.monotonic()
+    match step:
+      case Step.DRAFT:
+        changed = self._decoder.draft(*arguments, self.config.backlog_tokens)
+      case Step.VERIFY:
+        changed = self._decoder.verify(*arguments)
+      case Step.PLAIN:
+        changed = self._decoder.verify(*arguments, rows=1)
+      case Step.ROUND:
+        changed = self._decoder.rounds(*arguments, 1, 1)
+    self._cache, self._slots = changed
+    fetch(self._slots)
+    seconds = time.monotonic() - start_s
+    self._slots = _STOP(self._slots, np.int32(0))
+    return seconds
+
+  def reference(self, prompt: Sequence[int], output_tokens: int) -> list[int]:
+    """Returns the reference output: no transfer, no drafts; slot 0 alone.
+
+    It prefills the prompt, puts the scheme's complete cache in place, and runs
+    `reference_decode`.
+
+    Raises:
+      ConfigError: the request does not fit the engine.
+      RuntimeError: requests are under way.
+    """
+    self._require_idle('reference')
+    self._check(prompt, output_tokens)
+    computed = self._sender.compute(np.asarray(prompt, np.int32))
+    for token_chunk in range(self.wire.token_chunks(len(prompt))):
+      for chunk in self.wire.manifest(0, len(prompt), token_chunk):
+        self._cache = self._carry(
+          self._cache, computed, token_chunk, chunk.slices
+        )
+    self._start(
+      0, len(prompt), token=computed.token, output_tokens=output_tokens
+    )
+    tokens, self._cache, self._slots = decode.reference_decode(
+      self._decoder, self._params, self._cache, self._slots
+    )
+    return tokens[0]
+
   def submit(self, request: Request) -> int:
     """Queues a request and returns its id.
 
     Raises:
       ConfigError: the request does not fit the engine; nothing was queued.
     """
-    length, asked = len(request.prompt), request.output_tokens
-    require(length > 0, 'the prompt has no tokens; give at least one')
-    require(
-      length <= self.config.prompt_tokens,
-      f'the prompt has {length} tokens; engine.prompt_tokens='
-      f'{self.config.prompt_tokens} allows no more: shorten it or raise that',
-    )
-    require(
-      1 <= asked <= self.config.output_tokens,
-      f'output_tokens={asked} must be in 1..{self.config.output_tokens} '
-      '(engine.output_tokens)',
-    )
-    low, high = min(request.prompt), max(request.prompt)
-    require(
-      0 <= low and high < self.model_config.vocab,
-      f'prompt token ids {low}..{high} must be in '
-      f'0..{self.model_config.vocab - 1}',
-    )
+    self._check(request.prompt, request.output_tokens)
+    length = len(request.prompt)
     key = self._next_id
     self._next_id += 1
     timeline = Timeline(time.monotonic())
@@ -384,6 +460,44 @@ class Engine:
       raise result.error
     return result
 
+  def _require_idle(self, what: str) -> None:
+    if self.busy:
+      raise RuntimeError(f'{what}() needs an engine without running requests')
+
+  def _check(self, prompt: Sequence[int], output_tokens: int) -> None:
+    length = len(prompt)
+    require(length > 0, 'the prompt has no tokens; give at least one')
+    require(
+      length <= self.config.prompt_tokens,
+      f'the prompt has {length} tokens; engine.prompt_tokens='
+      f'{self.config.prompt_tokens} allows no more: shorten it or raise that',
+    )
+    require(
+      1 <= output_tokens <= self.config.output_tokens,
+      f'output_tokens={output_tokens} must be in 1..{self.config.output_tokens} '
+      '(engine.output_tokens)',
+    )
+    low, high = min(prompt), max(prompt)
+    require(
+      0 <= low and high < self.model_config.vocab,
+      f'prompt token ids {low}..{high} must be in '
+      f'0..{self.model_config.vocab - 1}',
+    )
+
+  def _carry(
+    self,
+    cache: kv_cache.Cache,
+    prompt: Prompt,
+    token_chunk: int,
+    slices: Sequence[Slice],
+  ) -> kv_cache.Cache:
+    """Cuts slices and inserts them in slot 0, without a transport."""
+    payload = wire_lib.cut(self.wire, prompt, token_chunk, slices)
+    payload = jax.device_put(payload, self._device)
+    for part, arrays in zip(slices, payload, strict=True):
+      cache = wire_lib.insert(self.wire, cache, 0, part, arrays)
+    return cache
+
   def _having(self, state: State, form: Form | None = None) -> list[_Entry]:
     return [
       entry
@@ -412,9 +526,11 @@ class Engine:
         self._end(entry, State.FAILED)
       else:
         entry.token = record.token
-        entry.result.prefill_end_s = (
-          record.end_s - entry.result.timeline.arrival_s
-        )
+        start_s = entry.result.timeline.arrival_s
+        entry.result.prefill_end_s = record.end_s - start_s
+        entry.result.critical = [
+          (ready_s - start_s, size) for ready_s, size in record.critical
+        ]
         self._show_first(entry)
     for arrival in self._sender.transport.arrived():
       self._insert(arrival)
@@ -453,14 +569,12 @@ class Engine:
     if entry.result.state is State.RECEIVING:
       if not entry.progress.anchor_complete or entry.token is None:
         return
-      self._slots = _PLACE(
-        self._slots,
-        np.int32(entry.slot),
-        np.int32(self.codec.prefix_end(entry.result.prompt_tokens)),
-        np.int32(entry.result.prompt_tokens),
-        np.int32(entry.token),
-        np.int32(entry.request.output_tokens),
-        self._decoder.end_tokens,
+      assert entry.slot is not None
+      self._start(
+        entry.slot,
+        entry.result.prompt_tokens,
+        token=entry.token,
+        output_tokens=entry.request.output_tokens,
       )
       entry.result.state = State.DRAFTING
       if entry.request.output_tokens == 1 or entry.token in self._decoder.end_tokens:
@@ -470,6 +584,19 @@ class Engine:
         self._draft([entry])
     if entry.progress.complete and entry.result.state is State.DRAFTING:
       entry.result.state = State.DECODING
+
+  def _start(
+    self, slot: int, prompt_tokens: int, *, token: int, output_tokens: int
+  ) -> None:
+    self._slots = _PLACE(
+      self._slots,
+      np.int32(slot),
+      np.int32(self.codec.prefix_end(prompt_tokens)),
+      np.int32(prompt_tokens),
+      np.int32(token),
+      np.int32(output_tokens),
+      self._decoder.end_tokens,
+    )
 
   def _room(self, entry: _Entry) -> bool:
     """Whether the slot may draft more; the device checks the same limits."""
@@ -497,7 +624,7 @@ class Engine:
     drafts = 0 if backlog else self._draft_tokens(entries)
     if form is Form.PLAIN:
       self._cache, self._slots = self._decoder.verify(*arguments, rows=1)
-    elif drafts == 0 and self._looks_up(entries):
+    elif drafts == 0 and (self._looks_up(entries) or not self._has_residual):
       self._cache, self._slots = self._decoder.verify(*arguments)
     else:
       most = 1 if self._looks_up(entries) else _UNBOUNDED

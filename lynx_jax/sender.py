@@ -20,7 +20,7 @@ from lynx_jax.prefill import Prefill, Prompt
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport.courier import Cut, Transport
 from lynx_jax.transport.links import Payload
-from lynx_jax.transport.streams import Chunk, WireFormat
+from lynx_jax.transport.streams import Chunk, Stream, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +28,14 @@ class PrefillDone:
   """Closes a request's manifest: token 1 and when the prompt was computed.
 
   `seen_s` is when the receiver can know of it; `end_s` when prefill and, in
-  serial mode, split had ended.
+  serial mode, split had ended. `critical` has (ready_s, bytes) of the chunks
+  that the first token of decode waits for, in their order; see
+  `timeline.bound`.
   """
 
   request: int
   token: int
+  critical: tuple[tuple[float, int], ...]
   end_s: float
   seen_s: float
 
@@ -56,6 +59,7 @@ class _Job:
   deadline_s: float
   timeline: Timeline
   computed: Prompt | None = None
+  critical: list[tuple[float, int]] = dataclasses.field(default_factory=list)
   dropped: bool = False
 
 
@@ -87,6 +91,15 @@ class Sender:
       target=self._run, name='lynx-prefill', daemon=True
     )
     self._thread.start()
+
+  def compute(self, tokens: np.ndarray) -> Prompt:
+    """Prefills and splits a prompt at once, in the calling thread.
+
+    For warm-up and references; nothing is offered or timed.
+    """
+    for token_chunk, computed in enumerate(self._prefill.chunks(tokens)):
+      self._prefill.split(computed, token_chunk)
+    return computed
 
   def submit(
     self,
@@ -129,7 +142,9 @@ class Sender:
     """Returns the payload of a chunk that was offered."""
     computed = self._jobs[chunk.request].computed
     assert computed is not None
-    return wire_lib.cut(self._wire, computed, chunk)
+    return wire_lib.cut(
+      self._wire, computed, chunk.token_chunk, chunk.slices
+    )
 
   def close(self) -> None:
     """Stops after the chunk being computed; may be called twice."""
@@ -158,7 +173,7 @@ class Sender:
       job.timeline.add(Phase.PREFILL, start_s, end_s, token_chunk=token_chunk)
       if overlapped:
         self._split(job, token_chunk)
-        self._offer(job, token_chunk)
+        self._offer(job, token_chunk, time.monotonic())
       start_s = time.monotonic()
     last = self._wire.token_chunks(len(job.prompt)) - 1  # the dense tail
     if not overlapped:
@@ -166,10 +181,14 @@ class Sender:
         self._split(job, token_chunk)
     end_s = time.monotonic()
     for token_chunk in range(last if overlapped else 0, last + 1):
-      self._offer(job, token_chunk, ready_s=end_s)
+      self._offer(job, token_chunk, end_s)
     self._records.put(
       PrefillDone(
-        job.request, prompt.token, end_s, end_s + self._latency_s
+        job.request,
+        prompt.token,
+        tuple(job.critical),
+        end_s,
+        end_s + self._latency_s,
       )
     )
 
@@ -181,13 +200,17 @@ class Sender:
       Phase.SPLIT, start_s, time.monotonic(), token_chunk=token_chunk
     )
 
-  def _offer(
-    self, job: _Job, token_chunk: int, ready_s: float | None = None
-  ) -> None:
+  def _offer(self, job: _Job, token_chunk: int, ready_s: float) -> None:
     if job.dropped:
       return
+    chunks = self._wire.manifest(job.request, len(job.prompt), token_chunk)
+    job.critical += [
+      (ready_s, chunk.bytes)
+      for chunk in chunks
+      if chunk.stream is Stream.ANCHOR
+    ]
     self.transport.offer(
-      self._wire.manifest(job.request, len(job.prompt), token_chunk),
+      chunks,
       arrival_s=job.timeline.arrival_s,
       ready_s=ready_s,
       deadline_s=job.deadline_s,

@@ -17,6 +17,7 @@ Both programs are compiled for each kind of slice and each power of two of
 units (`WireFormat.slice_counts`); slot, layers and positions are traced.
 """
 
+from collections.abc import Iterable
 import dataclasses
 import functools
 
@@ -31,7 +32,6 @@ from lynx_jax.programs import program
 from lynx_jax.shapes import Array, Int32
 from lynx_jax.transport.streams import (
   TAIL_BLOCK,
-  Chunk,
   Segment,
   Slice,
   WireFormat,
@@ -40,25 +40,28 @@ from lynx_jax.transport.streams import (
 Arrays = tuple[Array | None, ...]
 
 
-def cut(wire: WireFormat, prompt: Prompt, chunk: Chunk) -> tuple[Arrays, ...]:
+def cut(
+  wire: WireFormat, prompt: Prompt, token_chunk: int, slices: Iterable[Slice]
+) -> tuple[Arrays, ...]:
   """Returns the payload of a chunk, one entry a slice.
 
   Args:
     wire: format of the request.
-    prompt: it has split the chunk's token chunk; the tail needs all of it.
-    chunk: what to cut.
+    prompt: it has split the token chunk; the tail needs all of it.
+    token_chunk: of the chunk.
+    slices: of the chunk.
   """
   size, group = wire.engine.token_chunk, wire.codec.group
-  first_group = chunk.token_chunk * size // group
+  first_group = token_chunk * size // group
   payload = []
-  for part in chunk.slices:
+  for part in slices:
     base, first, packed = 0, 0, False
     if part.segment is Segment.TAIL:
       kv = prompt.kv[part.layer_group]
       arrays, rows = (kv.k, kv.v), (TAIL_BLOCK,) * 2
       base = prompt.prefix_tokens
     else:
-      split = prompt.split[chunk.token_chunk][part.layer_group]
+      split = prompt.split[token_chunk][part.layer_group]
       if part.segment is Segment.SINKS:
         arrays = (split.first.k, split.first.v)
         rows = (wire.codec.sinks,) * 2

@@ -363,7 +363,7 @@ def _programs(
 
 def reference_decode(
   decoder: Decoder, params: nnx.State, cache: Cache, slots: Slots
-) -> tuple[list[list[int]], Cache]:
+) -> tuple[list[list[int]], Cache, Slots]:
   """Decodes every slot to its end with the verify program and no drafts.
 
   This *defines* the output of a scheme. Tail and slots are donated.
@@ -375,10 +375,11 @@ def reference_decode(
     slots: started, without drafts.
 
   Returns:
-    The tokens of each slot, token 1 first, and the cache.
+    The tokens of each slot, token 1 first; the cache; and the slots.
   """
   wanted = np.ones(slots.length.shape, bool)
   while fetch(slots.remaining).any():
     cache, slots = decoder.verify(params, cache, slots, wanted)
   out, count = fetch((slots.out, slots.n_out))
-  return [row[:n].tolist() for row, n in zip(out, count, strict=True)], cache
+  tokens = [row[:n].tolist() for row, n in zip(out, count, strict=True)]
+  return tokens, cache, slots
