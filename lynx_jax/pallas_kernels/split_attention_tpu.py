@@ -55,10 +55,13 @@ class BlockSizes:
   Attributes:
     tokens: of a slot; a multiple of 1024.
     heads: KV heads; fewer where a cache has fewer.
+    tiles_per_dot: tiles (see `_Tile`) that share an MXU product; 2 fills the
+      256 columns of v6e and tpu7x at head dim 64.
   """
 
   tokens: int = 2048
   heads: int = 8
+  tiles_per_dot: int = 1
 
   def __post_init__(self):
     if self.tokens <= 0 or self.tokens % 1024:
@@ -132,12 +135,14 @@ class _Tile:
       return x
     return jnp.where(self._first(width), x[:, :width], x[:, width:])
 
-  def channel_rows(self, table):
+  def channel_rows(self, table, staging):
     """Lays out a [groups, H] table so that a row fills `width`."""
     if not self.stacked:
       return table
-    even_odd = table.reshape(-1, 2, self.head_dim)
-    return jnp.concatenate([even_odd[:, 0], even_odd[:, 1]], -1)
+    staging[...] = table
+    half = table.shape[0] // 2
+    even, odd = (staging[pl.ds(i, half, stride=2), :] for i in range(2))
+    return jnp.concatenate([even, odd], -1)
 
   def channels(self, ref, head, g):
     """Reads tile g's scales of channels from a table of `channel_rows`."""
@@ -273,6 +278,7 @@ def split_attention_tpu(
     v_scale=channel if v.codec.axis is Axis.CHANNEL else table,
     v_bias=channel if v.codec.axis is Axis.CHANNEL else table,
     v_unit=table,
+    staging=pltpu.VMEM((step_heads, 4, step_groups, head_dim), jnp.float32),
     weights=pltpu.VMEM(
       (step_heads, n_tiles, 2 * tile.sublanes, _LANES), jnp.int8
     ),
@@ -292,6 +298,7 @@ def split_attention_tpu(
       tile=tile,
       codecs=(k.codec, v.codec),
       groups=step_groups,
+      tiles_per_dot=blocks.tiles_per_dot,
       sinks=sinks,
       mixed=mixed,
       soft_cap=None if soft_cap is None else soft_cap * math.log2(math.e),
@@ -400,6 +407,7 @@ class _Scratch(NamedTuple):
   v_scale: Any
   v_bias: Any
   v_unit: Any
+  staging: Any
   weights: Any
   tops: Any
   masses: Any
@@ -425,6 +433,7 @@ def _kernel(
   tile: _Tile,
   codecs: tuple[TensorCodec, TensorCodec],
   groups: int,
+  tiles_per_dot: int,
   sinks: int,
   mixed: bool,
   soft_cap: float | None,
@@ -493,26 +502,25 @@ def _kernel(
     _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full)
     for h in range(heads)
   ]
-  tiles = [
-    (h, g) for h in range(heads) for g in range(0, groups, tile.pack)
-  ]
-  for h, g in tiles:
-    _weigh(
-      h,
-      g,
-      queries[h],
-      k,
-      scratch,
-      tile=tile,
-      codec=codecs[0],
-      v_axis=codecs[1].axis,
-      held=held,
-      full=full,
-      sinks=jnp.where(block == 0, sinks, 0) if sinks and g == 0 else None,
-      soft_cap=soft_cap,
-    )
+  together = tiles_per_dot * tile.pack
   for h in range(heads):
-    _accumulate(h, v, scratch, tile, codecs[1], groups, full)
+    for g in range(0, groups, together):
+      _weigh(
+        h,
+        range(g, min(g + together, groups), tile.pack),
+        queries[h],
+        k,
+        scratch,
+        tile=tile,
+        codec=codecs[0],
+        v_axis=codecs[1].axis,
+        held=held,
+        full=full,
+        sinks=jnp.where(block == 0, sinks, 0) if sinks and g == 0 else None,
+        soft_cap=soft_cap,
+      )
+  for h in range(heads):
+    _accumulate(h, v, scratch, tile, codecs[1], groups, full, together)
 
   @pl.when(tokens <= groups * _GROUP)
   def _():
@@ -530,7 +538,7 @@ def _kernel(
 def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
   """Fills the tables of one head; returns q as (plain, for digits, unit)."""
 
-  def table(packed, codec):
+  def table(packed, codec, staging):
     size = packed.scale.shape[1:]
     group = lax.broadcasted_iota(jnp.int32, size, 0)
     scale = jnp.where(group < held, packed.scale[h].astype(jnp.float32), 0.0)
@@ -542,11 +550,12 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
     # The code byte is the code moved to the top of 8 bits.
     tables = scale * 2.0 ** (codec.bits - 8), offset + scale * middle
     if codec.axis is Axis.CHANNEL:
-      tables = tuple(map(tile.channel_rows, tables))
+      tables = tuple(map(tile.channel_rows, tables, staging))
     return tables
 
   q = q_ref[h]
-  scale, scratch.k_bias[h] = table(k, codecs[0])
+  staging = [scratch.staging.at[h, n] for n in range(4)]
+  scale, scratch.k_bias[h] = table(k, codecs[0], staging[:2])
   scratch.k_scale[h] = scale
   size = jnp.abs(q)
   if codecs[0].axis is Axis.CHANNEL:
@@ -555,7 +564,7 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
   size = jnp.max(size, axis=1, keepdims=True)
   size = jnp.maximum(size, np.float32(1e-30))
 
-  scale, scratch.v_bias[h] = table(v, codecs[1])
+  scale, scratch.v_bias[h] = table(v, codecs[1], staging[2:])
   if codecs[1].axis is Axis.CHANNEL:
     scratch.v_scale[h] = scale * (1 / _DIGITS)
   else:
@@ -567,76 +576,97 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
 
 
 def _weigh(
-  h, g, query, k, scratch, *, tile, codec, v_axis, held, full, sinks, soft_cap
+  h, gs, query, k, scratch, *, tile, codec, v_axis, held, full, sinks, soft_cap
 ):
-  """Scores one tile and stores its weights, their maximum and their sum."""
+  """Scores tiles and stores their weights, these' maxima and sums."""
   q, fine, unit = query
   size = (tile.sublanes, _GROUP)
-  codes = _codes(h, g, k.planes, codec, tile, full)
-  codes = jnp.concatenate(codes, 0 if tile.stacked else 1)
-  if codec.axis is Axis.CHANNEL:
-    digits = _digits(fine * tile.channels(scratch.k_scale, h, g))
-    bias = q * tile.channels(scratch.k_bias, h, g)
-    bias = jnp.sum(bias, 1, keepdims=True)
-  else:
-    digits = _digits(fine)
-    unit = unit * tile.tokens(scratch.k_scale, h, g)
-    bias = jnp.sum(q, 1, keepdims=True) * tile.tokens(scratch.k_bias, h, g)
-  dot = jnp.dot(digits, codes, preferred_element_type=jnp.int32)
-  score = _join(dot, tile, _GROUP) * unit + bias
-  if soft_cap is not None:
-    score = soft_cap * jnp.tanh(score * (1 / soft_cap))
-  group = tile.per_group([g + i for i in range(tile.pack)])
-  score = jnp.where(group < held, score, _MASKED)
-  if sinks is not None:
-    lane = lax.broadcasted_iota(jnp.int32, size, 1)
-    score = jnp.where((lane < sinks) & (group == 0), _MASKED, score)
-  top = jnp.max(score, 1, keepdims=True)
-  weight = jnp.exp2(score - top)
-  mass = jnp.sum(weight, 1, keepdims=True)
-  plain = weight
-  if v_axis is Axis.CHANNEL:
-    weight = weight * _DIGITS
-  else:
-    weight = weight * tile.tokens(scratch.v_scale, h, g)
-  n = g // tile.pack
-  scratch.weights[h, n] = _digits(weight)
-  scratch.tops[h, n] = jnp.broadcast_to(top, size)
-  scratch.masses[h, n] = jnp.broadcast_to(mass, size)
-  if v_axis is Axis.TOKEN:
-    shift = jnp.sum(plain * tile.tokens(scratch.v_bias, h, g), 1, keepdims=True)
-    scratch.shifts[h, n] = jnp.broadcast_to(shift, size)
+  digits, codes = [], []
+  for g in gs:
+    scaled = fine
+    if codec.axis is Axis.CHANNEL:
+      scaled = fine * tile.channels(scratch.k_scale, h, g)
+    digits.append(_digits(scaled))
+    code = _codes(h, g, k.planes, codec, tile, full)
+    codes.append(jnp.concatenate(code, 0 if tile.stacked else 1))
+  for g, dot in zip(gs, _products(digits, codes, 1)):
+    score = _join(dot, tile, _GROUP)
+    if codec.axis is Axis.CHANNEL:
+      bias = q * tile.channels(scratch.k_bias, h, g)
+      score = score * unit + jnp.sum(bias, 1, keepdims=True)
+    else:
+      score = score * (unit * tile.tokens(scratch.k_scale, h, g))
+      bias = tile.tokens(scratch.k_bias, h, g)
+      score += jnp.sum(q, 1, keepdims=True) * bias
+    if soft_cap is not None:
+      score = soft_cap * jnp.tanh(score * (1 / soft_cap))
+    group = tile.per_group([g + i for i in range(tile.pack)])
+    score = jnp.where(group < held, score, _MASKED)
+    if sinks is not None and g == 0:
+      lane = lax.broadcasted_iota(jnp.int32, size, 1)
+      score = jnp.where((lane < sinks) & (group == 0), _MASKED, score)
+    top = jnp.max(score, 1, keepdims=True)
+    weight = jnp.exp2(score - top)
+    n = g // tile.pack
+    if v_axis is Axis.CHANNEL:
+      scratch.weights[h, n] = _digits(weight * _DIGITS)
+    else:
+      fine_weight = weight * tile.tokens(scratch.v_scale, h, g)
+      scratch.weights[h, n] = _digits(fine_weight)
+      shift = weight * tile.tokens(scratch.v_bias, h, g)
+      shift = jnp.sum(shift, 1, keepdims=True)
+      scratch.shifts[h, n] = jnp.broadcast_to(shift, size)
+    mass = jnp.sum(weight, 1, keepdims=True)
+    scratch.tops[h, n] = jnp.broadcast_to(top, size)
+    scratch.masses[h, n] = jnp.broadcast_to(mass, size)
 
 
-def _accumulate(h, v, scratch, tile, codec, groups, full):
+def _accumulate(h, v, scratch, tile, codec, groups, full, together):
   """Adds one head's tiles to its softmax."""
-  tiles = range(groups // tile.pack)
-  tops = [scratch.tops[h, n] for n in tiles]
+  tops = [scratch.tops[h, n] for n in range(groups // tile.pack)]
   before = scratch.top[h]
   top = functools.reduce(jnp.maximum, tops, before)
   rest = jnp.exp2(before - top)
   mass, out = scratch.mass[h] * rest, scratch.out[h] * tile.spread(rest)
-  for n in tiles:
-    g = n * tile.pack
-    codes = jnp.concatenate(_codes(h, g, v.planes, codec, tile, full), 0)
-    dot = lax.dot_general(
-      scratch.weights[h, n],
-      codes,
-      (((1,), (1,)), ((), ())),
-      preferred_element_type=jnp.int32,
-    )
-    tile_mass = scratch.masses[h, n]
-    value = _join(dot, tile, tile.head_dim)
-    if codec.axis is Axis.CHANNEL:
-      value = value * tile.channels(scratch.v_scale, h, g)
-      value += tile.spread(tile_mass) * tile.channels(scratch.v_bias, h, g)
-    else:
-      value = value * tile.spread(tile.tokens(scratch.v_unit, h, g))
-      value += tile.spread(scratch.shifts[h, n])
-    share = jnp.exp2(tops[n] - top)
-    mass += tile_mass * share
-    out += value * tile.spread(share)
+  for first in range(0, groups, together):
+    gs = range(first, min(first + together, groups), tile.pack)
+    weights = [scratch.weights[h, g // tile.pack] for g in gs]
+    codes = [
+      jnp.concatenate(_codes(h, g, v.planes, codec, tile, full), 0) for g in gs
+    ]
+    for g, dot in zip(gs, _products(weights, codes, 0)):
+      n = g // tile.pack
+      tile_mass = scratch.masses[h, n]
+      value = _join(dot, tile, tile.head_dim)
+      if codec.axis is Axis.CHANNEL:
+        value = value * tile.channels(scratch.v_scale, h, g)
+        value += tile.spread(tile_mass) * tile.channels(scratch.v_bias, h, g)
+      else:
+        value = value * tile.spread(tile.tokens(scratch.v_unit, h, g))
+        value += tile.spread(scratch.shifts[h, n])
+      share = jnp.exp2(tops[n] - top)
+      mass += tile_mass * share
+      out += value * tile.spread(share)
   scratch.top[h], scratch.mass[h], scratch.out[h] = top, mass, out
+
+
+def _products(left, right, side):
+  """Returns left[i] @ right[i], where side `side` of right[i] is the output's.
+
+  They go to the MXU as one product, which fills a wide MXU: each result is the
+  block on the diagonal.
+  """
+  rows, columns = left[0].shape[0], right[0].shape[side]
+  dot = lax.dot_general(
+    jnp.concatenate(left, 0),
+    jnp.concatenate(right, side),
+    (((1,), (1 - side,)), ((), ())),
+    preferred_element_type=jnp.int32,
+  )
+  return [
+    dot[i * rows : (i + 1) * rows, i * columns : (i + 1) * columns]
+    for i in range(len(left))
+  ]
 
 
 def _middle(codec, depth):
