@@ -39,10 +39,12 @@ def resolve(extras: list[str], constraints: str = '') -> dict[str, str]:
     pins.write_text(constraints)
     command = ['uv', 'pip', 'compile', str(project), '--universal']
     command += ['--python-version=3.11', '--generate-hashes', '--no-header']
+    # One version for all Pythons: the lock has no markers.
+    command += ['--fork-strategy=fewest']
     command += ['--no-annotate', f'--constraint={pins}']
     command += [f'--extra={extra}' for extra in extras]
     text = subprocess.run(
-      command, check=True, stdout=subprocess.PIPE, text=True
+      command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder
     ).stdout
   # The markers go: on another platform a pin must fail, not be left out.
   text = re.sub(r'^(\S+==\S+) ;.*\\$', r'\1 \\', text, flags=re.MULTILINE)
