@@ -5,12 +5,22 @@ The figures are a pure function of records and measured constants, so that they
 can be formed again from any `results.jsonl`.
 """
 
+import collections
+import contextlib
 import dataclasses
+import itertools
+import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments import config, display, results
+from experiments import config, display, prompts, results, serving
+from lynx_jax import programs, timeline
+from lynx_jax.config import EngineConfig, Mode, check_together
+from lynx_jax.engine import Form, Request, Step
+from lynx_jax.timeline import Phase
+
+_STEPS = 20  # pairs of steps that a ratio of step times is the median of
 
 Record = Mapping[str, Any]
 
@@ -20,9 +30,9 @@ class Constants:
   """What a study measures besides its requests; None is not measured.
 
   Attributes:
-    anchor_step_s: one decode step that reads Anchors alone.
-    bf16_step_s: one decode step of the same engine on a dense prefix.
-    steps: how many steps of each the two medians are of.
+    anchor_step_over_bf16_step: a decode step that reads Anchors alone over
+      one on a dense prefix, the median over interleaved pairs.
+    steps: how many pairs.
     bits_anchor_worst_length: bits a value of the Anchor at the prompt length
       with the longest ragged group.
     recompiles_after_warmup: compilations while requests ran.
@@ -30,8 +40,7 @@ class Constants:
     draft_rounds: how many rounds that is the mean of.
   """
 
-  anchor_step_s: float | None = None
-  bf16_step_s: float | None = None
+  anchor_step_over_bf16_step: float | None = None
   steps: int = 0
   bits_anchor_worst_length: float | None = None
   recompiles_after_warmup: int | None = None
@@ -42,8 +51,221 @@ class Constants:
 def run(
   settings: config.Settings, writer: results.Writer, screen: display.Screen
 ) -> None:
-  """Runs the study and writes its records."""
-  raise NotImplementedError
+  """Runs the study and writes its records.
+
+  Every repeat runs all schemes in random order: baselines in plain form, which
+  shows their TTFT at its best, and in the first repeat in the verify program
+  too, whose output and commit times are compared.
+
+  Raises:
+    ConfigError: prompt, model, schemes or engine do not fit together.
+  """
+  with screen.step(f'loading {settings.model_path}'):
+    model = serving.load(settings.model_path, settings.model_dtype)
+  prompt = prompts.cut(
+    model.tokenizer.encode(prompts.read(settings.prompt_file)),
+    settings.prompt_tokens,
+    keeps_end=prompts.KEEPS_END.get(settings.prompt_file, False),
+  )
+  setting = _calibrate(settings, model, prompt, screen)
+  with contextlib.ExitStack() as stack:
+    engines = {}
+    for scheme, mode in itertools.product(settings.schemes, settings.modes):
+      with screen.step(f'warming up {scheme.name}, {mode.value}'):
+        engine = stack.enter_context(
+          serving.connect_engine(
+            model,
+            scheme,
+            scheme.engine(setting.engine, mode),
+            rate_gbps=setting.rate_gbps,
+            rtt_ms=settings.link.rtt_ms,
+          )
+        )
+        engine.warm_up()
+      engines[scheme.name, mode] = engine
+    references = _references(settings, engines, prompt, screen)
+    with programs.counting() as counts:
+      done = list(
+        _requests(
+          settings, setting, model, prompt, engines, references, writer, screen
+        )
+      )
+    events = [event for _, timeline in done for event in timeline.events()]
+    constants = _constants(settings, engines, len(prompt), events, counts)
+  records = [record for record, _ in done]
+  screen.table(records)
+  for mode in settings.modes:
+    suffix = '' if mode is Mode.SERIAL else f'_{mode.value}'
+    for record in summaries(
+      records, constants, mode=mode.value, suffix=suffix
+    ):
+      writer.write(record)
+  screen.note(f'records: {writer.path}')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Setting:
+  """What calibration found: the link's rate, and what the share is of."""
+
+  engine: EngineConfig
+  rate_gbps: float
+  int8_bytes: int
+  int8_step_s: float
+
+
+def _calibrate(settings, model, prompt, screen) -> _Setting:
+  """Measures prefill and a decode step of INT8, and sets the link's rate."""
+  int8 = config.scheme('int8', settings.schemes[0].codec)
+  base = dataclasses.replace(settings.engine, prompt_tokens=len(prompt))
+  for scheme in (int8, *settings.schemes):
+    check_together(model.config, scheme.codec, base)
+  engine_config = int8.engine(base, Mode.SERIAL)
+  with (
+    screen.step('measuring prefill and a decode step'),
+    serving.connect_engine(model, int8, engine_config) as engine,
+  ):
+    step_s = engine.warm_up().plain_s
+    ask = Request(prompt=prompt, output_tokens=1)
+    times = [engine.generate(ask).prefill_end_s for _ in range(3)]
+    size = engine.wire.stream_bytes(len(prompt)).total
+  prefill_s = statistics.median(_known(times))
+  rate_gbps = settings.link.rate_gbps
+  if rate_gbps is None:
+    rate_gbps = timeline.rate_for_share(
+      settings.link.share, size, prefill_s=prefill_s, step_s=step_s
+    )
+  share = timeline.share(
+    size, rate_gbps=rate_gbps, prefill_s=prefill_s, step_s=step_s
+  )
+  # A chunk shall last at most 1 % of the shortest bound there can be.
+  least_s = prefill_s + step_s
+  chunk_bytes = max(1, int(0.01 * least_s * rate_gbps * 1e9 / 8))
+  screen.note(
+    f'{len(prompt)} prompt tokens: prefill and split {prefill_s:.2f} s, '
+    f'decode step {step_s:.3f} s, INT8 {size / 1e6:.1f} MB; at '
+    f'{rate_gbps * 1e3:.4g} Mbit/s the share is {share:.1%}'
+  )
+  return _Setting(
+    engine=dataclasses.replace(
+      base, chunk_bytes=min(base.chunk_bytes, chunk_bytes)
+    ),
+    rate_gbps=rate_gbps,
+    int8_bytes=size,
+    int8_step_s=step_s,
+  )
+
+
+def _references(settings, engines, prompt, screen) -> dict[str, list[int]]:
+  """Returns every scheme's reference output, by name, and that of bf16."""
+  found: dict[Any, list[int]] = {}
+  by_name = {}
+  for scheme in settings.schemes:
+    if scheme.codec not in found:
+      with screen.step(f'decoding the reference of {scheme.name}'):
+        engine = engines[scheme.name, settings.modes[0]]
+        found[scheme.codec] = engine.reference(prompt, settings.output_tokens)
+    by_name[scheme.name] = found[scheme.codec]
+  return by_name
+
+
+def _requests(
+  settings, setting, model, prompt, engines, references, writer, screen
+):
+  """Runs all requests; writes their records, yields them with timelines."""
+  environment = results.environment()
+  order = random.Random(settings.seed)
+  for repeat in range(settings.repeats):
+    runs = [
+      (scheme, mode, form)
+      for scheme, mode in itertools.product(settings.schemes, settings.modes)
+      for form in _forms(scheme, repeat)
+    ]
+    order.shuffle(runs)
+    for scheme, mode, form in runs:
+      engine = engines[scheme.name, mode]
+      title = f'{scheme.name}, {mode.value}'
+      if form is Form.PLAIN:
+        title += ', one-row decode'
+      with screen.stream(title, model.tokenizer.decode) as shown:
+        result = serving.run_request(
+          engine,
+          Request(
+            prompt=prompt, output_tokens=settings.output_tokens, form=form
+          ),
+          shown,
+        )
+      name = f'{repeat}/{scheme.name}/{mode.value}/{form.value}'
+      record = serving.record(
+        engine,
+        result,
+        form=form,
+        text=model.tokenizer.decode(result.tokens),
+        reference=references[scheme.name],
+        bf16=references.get('bf16'),
+        share=timeline.share(
+          setting.int8_bytes,
+          rate_gbps=setting.rate_gbps,
+          prefill_s=result.prefill_end_s,
+          step_s=setting.int8_step_s,
+        ),
+        request=name,
+        repeat=repeat,
+        prompt=settings.prompt_file,
+        study=settings.study,
+        scheme=scheme.name,
+        target=scheme.target,
+        mode=mode.value,
+        link_gbps=setting.rate_gbps,
+        rtt_ms=settings.link.rtt_ms,
+        seed=settings.seed,
+        **environment,
+      )
+      writer.write(record)
+      for event in result.timeline.events():
+        writer.write(results.event_record(name, event))
+      yield record, result.timeline
+
+
+def _forms(scheme: config.Scheme, repeat: int) -> tuple[Form, ...]:
+  planes = max(len(scheme.codec.k.planes), len(scheme.codec.v.planes))
+  if planes > 1:
+    return (Form.VERIFY,)
+  return (Form.PLAIN, Form.VERIFY) if repeat == 0 else (Form.PLAIN,)
+
+
+def _constants(settings, engines, prompt_tokens, events, counts) -> Constants:
+  mode = settings.modes[0]
+  lynx, bf16 = engines.get(('lynx', mode)), engines.get(('bf16', mode))
+  # Prefill reads once a token chunk and decode once a verification: what is
+  # left of all fetches belongs to the draft rounds.
+  calls = collections.Counter(event.name for event in events)
+  drafts = calls[Phase.DRAFT]
+  left = counts.fetches - calls[Phase.PREFILL] - calls[Phase.VERIFY]
+  constants = Constants(
+    recompiles_after_warmup=counts.compiles,
+    fetches_per_draft_round=left / drafts if drafts else None,
+    draft_rounds=drafts,
+  )
+  if lynx is None:
+    return constants
+  group = lynx.codec.group
+  worst = lynx.wire.bits_range(
+    max(1, prompt_tokens - group + 1), prompt_tokens + group - 1
+  ).worst
+  constants = dataclasses.replace(
+    constants, bits_anchor_worst_length=worst.anchor
+  )
+  if bf16 is None:
+    return constants
+  pairs = [
+    (lynx.time_step(Step.DRAFT), bf16.time_step(Step.PLAIN))
+    for _ in range(_STEPS)
+  ]
+  return dataclasses.replace(
+    constants,
+    anchor_step_over_bf16_step=statistics.median(a / b for a, b in pairs),
+    steps=_STEPS,
+  )
 
 
 def summaries(
@@ -87,7 +309,6 @@ def summaries(
     return _paired_ratios(by[one], by[other], value)
 
   own = [_ratio(r['ttft_provisional_s'], r['bound_ttft_s']) for r in chosen]
-  step_ratio = _ratio(constants.anchor_step_s, constants.bf16_step_s)
   figures: list[tuple[str, float | bool | None, str, int]] = [
     _median('ttft_lynx_over_int4', pairs('lynx', 'int4', ttft)),
     _median('ttft_lynx_over_bound', _bound_ratios(by['lynx'], prefill_s)),
@@ -110,7 +331,12 @@ def summaries(
       )
       for name in ('bf16', 'int8', 'int4', 'lynx')
     ),
-    ('anchor_step_over_bf16_step', step_ratio, '', constants.steps),
+    (
+      'anchor_step_over_bf16_step',
+      constants.anchor_step_over_bf16_step,
+      '',
+      constants.steps,
+    ),
     (
       'recompiles_after_warmup',
       constants.recompiles_after_warmup,

@@ -125,8 +125,7 @@ def test_equality_is_of_the_verify_form_and_needs_every_request():
 
 def test_constants_and_suffix():
   constants = latency.Constants(
-    anchor_step_s=0.05,
-    bf16_step_s=0.0625,
+    anchor_step_over_bf16_step=0.8,
     steps=20,
     recompiles_after_warmup=0,
   )

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a run together: model, prompt, engines, and a record a request.
+
+It chooses no order of runs and forms no figure over several of them.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+from experiments import config, display, results
+from lynx_jax import timeline
+from lynx_jax.config import ModelConfig
+from lynx_jax.engine import Engine, Form, Request, Result
+from lynx_jax.models import presets, weights
+from lynx_jax.models.tokenizer import Tokenizer
+from lynx_jax.models.transformer import Transformer
+from lynx_jax.timeline import Phase
+from lynx_jax.transport.courier import Courier
+from lynx_jax.transport.links import DeviceLink, EmulatedLink, Link
+from lynx_jax.transport.scheduler import Scheduler
+
+# One Residual chunk may be outstanding: the courier has one on the link, and
+# the scheduler always lets one go.
+_RESIDUAL_WINDOW_BYTES = 0
+
+
+class Text(Protocol):
+  """What a study needs of a tokenizer."""
+
+  @property
+  def ends(self) -> frozenset[int]: ...
+
+  def encode(self, text: str) -> list[int]: ...
+
+  def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class Bytes:
+  """The tokenizer of random models: a token is a byte, and none ends a text."""
+
+  ends: frozenset[int] = frozenset()
+
+  def encode(self, text: str) -> list[int]:
+    return list(text.encode('utf-8'))
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return bytes(ids).decode('utf-8', errors='replace')
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A model with a copy on each half of the devices.
+
+  With one device both halves are that device.
+  """
+
+  config: ModelConfig
+  prefill: Transformer
+  decode: Transformer
+  tokenizer: Text
+
+
+def load(path: str, dtype: str) -> Model:
+  """Loads a model onto the first device of each half.
+
+  Args:
+    path: `smollm2`, `tiny`, a GGUF file or a Hugging Face directory.
+    dtype: of weights and activations.
+
+  Raises:
+    WeightsError: the model is not whole, or of another architecture.
+    MissingPackageError: the extra `weights` is not installed.
+  """
+  devices = jax.devices()
+  first, second = devices[0], devices[len(devices) // 2]
+  tokenizer: Text
+  if path == 'tiny':
+    model_config = presets.tiny(dtype=dtype)
+    rngs = nnx.Rngs(params=0)
+    model, tokenizer = Transformer(model_config, rngs=rngs), Bytes()
+  else:
+    file = pathlib.Path(path)
+    if path == 'smollm2':
+      file = weights.find_packaged_gguf()
+    model_config, model = weights.load(file, dtype=dtype, placement=first)
+    read = Tokenizer.from_directory if file.is_dir() else Tokenizer.from_gguf
+    tokenizer = read(file)
+  graph, params = nnx.split(model)
+  return Model(
+    model_config,
+    nnx.merge(graph, jax.device_put(params, first)),
+    nnx.merge(graph, jax.device_put(params, second)),
+    tokenizer,
+  )
+
+
+def connect_engine(
+  model: Model,
+  scheme: config.Scheme,
+  engine: Any,
+  *,
+  rate_gbps: float | None = None,
+  rtt_ms: float = 0.0,
+) -> Engine:
+  """Returns an engine for a scheme over a link; close it after use.
+
+  Args:
+    model: where it runs.
+    scheme: its codec.
+    engine: its `EngineConfig`.
+    rate_gbps: of the emulated link; None copies as fast as it goes.
+    rtt_ms: of the emulated link.
+  """
+  to = jax.tree.leaves(nnx.state(model.decode))[0].sharding
+  link: Link = DeviceLink(to)
+  if rate_gbps is not None:
+    link = EmulatedLink(to, rate_gbps=rate_gbps, rtt_ms=rtt_ms)
+  return Engine(
+    model.prefill,
+    model.decode,
+    scheme.codec,
+    engine,
+    connect=lambda cut: Courier(
+      Scheduler(_RESIDUAL_WINDOW_BYTES), link, cut
+    ),
+    end_tokens=sorted(model.tokenizer.ends),
+    latency_s=rtt_ms / 2e3,
+  )
+
+
+def run_request(
+  engine: Engine, request: Request, shown: display.TokenStream
+) -> Result:
+  """Runs a request to its end and shows its tokens as they come.
+
+  Raises:
+    Exception: what made it fail.
+  """
+  finished = None
+  for event in engine.stream(request):
+    shown.show(event)
+    finished = event.request
+  assert finished is not None
+  result = engine.forget(finished)
+  if result.error is not None:
+    raise result.error
+  return result
+
+
+def bound_s(engine: Engine, result: Result, rate_gbps: float, rtt_ms: float):
+  """Returns the request's own bound; see `timeline.bound`."""
+  assert engine.costs is not None
+  speculative = result.residual_bytes > 0 or result.drafted > 0
+  step_s = engine.costs.draft_s if speculative else engine.costs.plain_s
+  return timeline.bound(
+    result.critical, rate_gbps=rate_gbps, rtt_ms=rtt_ms, step_s=step_s
+  )
+
+
+def record(
+  engine: Engine,
+  result: Result,
+  *,
+  form: Form,
+  text: str,
+  reference: list[int],
+  bf16: list[int] | None,
+  share: float | None,
+  **known: Any,
+) -> dict[str, Any]:
+  """Builds the `request` record of a result.
+
+  Args:
+    engine: where it ran.
+    result: of the request.
+    form: how it decoded; outputs are compared in the verify form only.
+    text: of its tokens.
+    reference: what the scheme has to emit.
+    bf16: what the bf16 scheme has to emit, if known.
+    share: of the serial INT8 run.
+    **known: further fields; `link_gbps` and `rtt_ms` are needed.
+  """
+  bits = engine.wire.bits_a_value(result.prompt_tokens)
+  split_s = result.timeline.seconds(Phase.SPLIT)
+  first_s, end_s = result.provisional_s, result.prefill_end_s
+  verified = form is Form.VERIFY
+  return results.request_record(
+    form=form.value,
+    model=engine.model_config.name,
+    prompt_tokens=result.prompt_tokens,
+    output_tokens=len(result.tokens),
+    token_ids=result.tokens,
+    text=text,
+    bits_anchor=bits.anchor,
+    bits_total=bits.total,
+    bytes_anchor=result.anchor_bytes,
+    bytes_residual=result.residual_bytes,
+    prefill_s=None if end_s is None else end_s - split_s,
+    split_s=split_s,
+    anchor_arrival_s=result.anchor_s,
+    residual_arrival_s=result.residual_s,
+    ttft_prefill_token_s=result.token_1_s,
+    ttft_provisional_s=first_s,
+    ttft_committed_s=result.committed_s,
+    tbt_first_s=_difference(first_s, result.token_1_s),
+    done_s=result.done_s,
+    exposed_s=_difference(first_s, end_s),
+    bound_ttft_s=bound_s(engine, result, known['link_gbps'], known['rtt_ms']),
+    share=share,
+    drafted=result.drafted,
+    accepted=result.accepted,
+    retracted=result.retracted,
+    equal_to_reference=result.tokens == reference if verified else None,
+    equal_to_bf16=(
+      result.tokens == bf16 if verified and bf16 is not None else None
+    ),
+    commit_times_s=result.commit_times_s,
+    **known,
+  )
+
+
+def _difference(one: float | None, other: float | None) -> float | None:
+  return None if one is None or other is None else one - other
