@@ -68,6 +68,7 @@ def attend(
       )
     )
   if isinstance(prefix.k, PackedTensor):
+    assert isinstance(prefix.v, PackedTensor)
     parts.append(
       split_attention(
         query,
@@ -82,6 +83,7 @@ def attend(
       )
     )
   else:
+    assert not isinstance(prefix.v, PackedTensor)
     token = jnp.arange(prefix.k.shape[2], dtype=jnp.int32)[None]
     held = (token >= sinks) & (token < start)
     parts.append(
@@ -142,9 +144,7 @@ def dense_attention(
 
 
 def merge(
-  parts: list[
-    tuple[Float32[Array, 'B T N H'], Float32[Array, 'B T N']]
-  ],
+  parts: list[tuple[Float32[Array, 'B T N H'], Float32[Array, 'B T N']]],
 ) -> Float32[Array, 'B T N H']:
   """Merges segment outputs weighted by exp(lse); one must not be empty."""
   lse = jnp.stack([part[1] for part in parts])

@@ -173,10 +173,11 @@ class CodecConfig:
       self.recent_tokens >= 0,
       f'codec.recent_tokens={self.recent_tokens} must not be negative',
     )
-    for pair in (self, *self.layers):
+    pairs = [(self.k, self.v), *((entry.k, entry.v) for entry in self.layers)]
+    for k, v in pairs:
       require(
-        bool(pair.k.planes) == bool(pair.v.planes),
-        f'k={pair.k.planes} and v={pair.v.planes} must both have planes or '
+        bool(k.planes) == bool(v.planes),
+        f'k={k.planes} and v={v.planes} must both have planes or '
         'both be dense ()',
       )
     ends = [(r.start, r.stop) for r in self.layers]

@@ -16,11 +16,12 @@ slot drafts in short rounds with a look at arrivals in between; then it repeats
 draft → verify → commit on the device.
 """
 
-from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import enum
 import math
+import statistics
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -254,7 +255,9 @@ class Engine:
       end_tokens=tuple(end_tokens),
       implementation=config.implementation,
     )
-    self._cache = jax.device_put(kv_cache.empty(model, codec, config), self._device)
+    self._cache = jax.device_put(
+      kv_cache.empty(model, codec, config), self._device
+    )
     self._slots = jax.device_put(
       slots_lib.empty(
         config.slots,
@@ -310,7 +313,7 @@ class Engine:
     times = {}
     for step in (Step.DRAFT, Step.VERIFY, Step.PLAIN):
       self.time_step(step)  # compiles
-      times[step] = float(np.median([self.time_step(step) for _ in range(5)]))
+      times[step] = statistics.median(self.time_step(step) for _ in range(5))
     self.costs = Costs(
       draft_s=times[Step.DRAFT],
       verify_s=times[Step.VERIFY],
@@ -453,9 +456,8 @@ class Engine:
     Raises:
       Exception: what made it fail.
     """
-    result = self.forget(
-      [e for e in self.stream(request) if isinstance(e, Finished)][0].request
-    )
+    *_, finished = self.stream(request)
+    result = self.forget(finished.request)
     if result.error is not None:
       raise result.error
     return result
@@ -474,12 +476,12 @@ class Engine:
     )
     require(
       1 <= output_tokens <= self.config.output_tokens,
-      f'output_tokens={output_tokens} must be in 1..{self.config.output_tokens} '
-      '(engine.output_tokens)',
+      f'output_tokens={output_tokens} must be in '
+      f'1..{self.config.output_tokens} (engine.output_tokens)',
     )
     low, high = min(prompt), max(prompt)
     require(
-      0 <= low and high < self.model_config.vocab,
+      low >= 0 and high < self.model_config.vocab,
       f'prompt token ids {low}..{high} must be in '
       f'0..{self.model_config.vocab - 1}',
     )
@@ -577,7 +579,10 @@ class Engine:
         output_tokens=entry.request.output_tokens,
       )
       entry.result.state = State.DRAFTING
-      if entry.request.output_tokens == 1 or entry.token in self._decoder.end_tokens:
+      if (
+        entry.request.output_tokens == 1
+        or entry.token in self._decoder.end_tokens
+      ):
         self._end(entry, State.DONE)
         return
       if self._has_residual:
@@ -653,12 +658,11 @@ class Engine:
 
   def _mask(self, entries: list[_Entry]) -> np.ndarray:
     mask = np.zeros(self.config.slots, bool)
-    mask[[entry.slot for entry in entries]] = True
+    for entry in entries:
+      mask[entry.slot] = True
     return mask
 
-  def _read(
-    self, entries: list[_Entry], phase: Phase, start_s: float
-  ) -> None:
+  def _read(self, entries: list[_Entry], phase: Phase, start_s: float) -> None:
     """Fetches the slots once, and turns what changed into events."""
     state = fetch(self._slots)
     end_s = time.monotonic()

@@ -131,9 +131,7 @@ def anchor_only(prefix: tuple[Prefix, ...]) -> tuple[Prefix, ...]:
   def keep(x):
     return x.keep(1) if isinstance(x, PackedTensor) else x
 
-  return tuple(
-    dataclasses.replace(p, k=keep(p.k), v=keep(p.v)) for p in prefix
-  )
+  return tuple(dataclasses.replace(p, k=keep(p.k), v=keep(p.v)) for p in prefix)
 
 
 def write_rows(

@@ -7,14 +7,14 @@ One program serves every chunk of every prompt: the offset is traced, and a
 chunk attends to whole blocks of C earlier tokens, as many as there are.
 """
 
-from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor
@@ -22,7 +22,6 @@ from lynx_jax.config import (
   CodecConfig,
   ConfigError,
   EngineConfig,
-  ModelConfig,
   TensorCodec,
   layer_ranges,
 )
@@ -140,7 +139,9 @@ def chunk_attention(
     weights = jnp.exp(scores - new_top[..., None])
     shrink = jnp.exp(top - new_top)
     total = total * shrink + jnp.sum(weights, axis=-1)
-    out = out * shrink[..., None] + jnp.einsum('kgcs,skh->kgch', weights, values)
+    out = out * shrink[..., None] + jnp.einsum(
+      'kgcs,skh->kgch', weights, values
+    )
     return new_top, total, out
 
   shape = (kv_heads, heads // kv_heads, size)
@@ -259,9 +260,9 @@ class Prefill:
     parts = [
       _split_program(
         *self._codec.of_layer(start),
-        group=self._codec.group,
-        sinks=self._codec.sinks,
-        size=self._engine.token_chunk,
+        self._codec.group,
+        self._codec.sinks,
+        self._engine.token_chunk,
       )(kv, offset)
       for (start, _), kv in zip(self._ranges, prompt.kv, strict=True)
     ]
@@ -305,9 +306,14 @@ def _programs(graphs: cached.Graphs):
 
 
 @functools.cache
-def _split_program(k: TensorCodec, v: TensorCodec, **static: int):
+def _split_program(
+  k: TensorCodec, v: TensorCodec, group: int, sinks: int, size: int
+):
   return program(
-    functools.partial(split_chunk, k=k, v=v, **static), name='split'
+    functools.partial(
+      split_chunk, k=k, v=v, group=group, sinks=sinks, size=size
+    ),
+    name='split',
   )
 
 
@@ -319,7 +325,3 @@ def _explain(finite: np.ndarray, start: int, stop: int) -> str:
     f'tokens {start}..{stop - 1}: NaN or infinite values in '
     f'{", ".join(places)}; check the checkpoint, or raise model.dtype'
   )
-
-
-def _finite(x, valid):
-  return jnp.all(jnp.isfinite(x) | ~valid[None, :, None, None])

@@ -7,10 +7,10 @@ leaves a device for the host goes through `fetch`, so that host syncs can be
 counted and found.
 """
 
-from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -79,7 +79,8 @@ def fetch(tree: _Tree) -> Any:
   return jax.tree.map(np.asarray, jax.device_get(tree))
 
 
-def _on_compile(event: str, _: float, **__: Any) -> None:
+def _on_compile(event: str, duration_secs: float, **kwargs: str | int) -> None:
+  del duration_secs, kwargs
   if event == '/jax/core/compile/backend_compile_duration':
     for counts in tuple(_open_counts):
       counts.compiles += 1

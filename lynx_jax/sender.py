@@ -5,12 +5,12 @@ It knows no slot and no decode. What it tells decode besides chunks are the
 records of the control channel: `PrefillDone` and `PrefillFailed`.
 """
 
-from collections.abc import Callable
 import dataclasses
 import math
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -123,7 +123,7 @@ class Sender:
 
   def records(self) -> list[Record]:
     """Returns, without blocking, the control records seen since the last."""
-    seen = []
+    seen: list[Record] = []
     while True:
       record = self._held_back
       if record is None:
@@ -142,9 +142,7 @@ class Sender:
     """Returns the payload of a chunk that was offered."""
     computed = self._jobs[chunk.request].computed
     assert computed is not None
-    return wire_lib.cut(
-      self._wire, computed, chunk.token_chunk, chunk.slices
-    )
+    return wire_lib.cut(self._wire, computed, chunk.token_chunk, chunk.slices)
 
   def close(self) -> None:
     """Stops after the chunk being computed; may be called twice."""

@@ -17,9 +17,10 @@ Both programs are compiled for each kind of slice and each power of two of
 units (`WireFormat.slice_counts`); slot, layers and positions are traced.
 """
 
-from collections.abc import Iterable
 import dataclasses
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -173,11 +174,12 @@ def _prefix_arrays(k, v, plane, group):
   """Returns the arrays of a plane, and the rows that a group takes in each."""
   if not isinstance(k, PackedTensor):
     return (k, v), (group, group)
-  arrays, rows = [], []
+  arrays: list[Array | None] = []
+  rows = []
   for packed in (k, v):
-    here = plane < len(packed.planes)
-    arrays.append(packed.planes[plane] if here else None)
-    rows.append(arrays[-1].shape[-2] // packed.groups if here else 0)
+    bits = packed.planes[plane] if plane < len(packed.planes) else None
+    arrays.append(bits)
+    rows.append(0 if bits is None else bits.shape[-2] // packed.groups)
   if plane == 0:
     arrays += [k.scale, k.offset, v.scale, v.offset]
     rows += [1, 1, 1, 1]
@@ -186,9 +188,10 @@ def _prefix_arrays(k, v, plane, group):
 
 def _with_arrays(prefix: Prefix, plane: int, arrays: Arrays) -> Prefix:
   """Puts back what `_prefix_arrays` took."""
+  changed: dict[str, Any] = {}
   if not isinstance(prefix.k, PackedTensor):
-    return dataclasses.replace(prefix, k=arrays[0], v=arrays[1])
-  changed = {}
+    changed = {'k': arrays[0], 'v': arrays[1]}
+    return dataclasses.replace(prefix, **changed)
   for i, name in enumerate('kv'):
     packed = getattr(prefix, name)
     if plane < len(packed.planes):

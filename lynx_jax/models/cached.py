@@ -4,12 +4,12 @@
 It knows no drafts and no commits; it never advances a length.
 """
 
-from collections.abc import Sequence
 import dataclasses
+from collections.abc import Sequence
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from lynx_jax.attention import attend
 from lynx_jax.kv_cache import Prefix, Rows, Tail

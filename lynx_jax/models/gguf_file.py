@@ -107,14 +107,16 @@ def read(path: str | os.PathLike[str]) -> GgufFile:
     ) from error
   except _Damaged as error:
     raise errors.WeightsError(path, [str(error)], error.remedy) from error
-  tensors, problems = {}, []
+  tensors: dict[str, TensorInfo] = {}
+  problems = []
   for name, shape, kind, offset in entries:
     info, problem = _locate(shape, kind, data_byte + offset, size_bytes)
     if name in tensors:
       problem = 'occurs twice'
     if problem:
       problems.append(f'{name} {problem}')
-    tensors[name] = info
+    if info is not None:
+      tensors[name] = info
   if problems:
     raise errors.WeightsError(path, problems, _DAMAGED)
   return GgufFile(path=path, metadata=metadata, tensors=tensors)
@@ -144,7 +146,7 @@ class _Cursor:
       )
     return self.stream.read(count)
 
-  def scalar(self, kind: int) -> int | float | bool:
+  def scalar(self, kind: int) -> Any:
     code = _SCALARS[kind]
     return struct.unpack(code, self.take(struct.calcsize(code)))[0]
 
@@ -222,16 +224,21 @@ def _locate(
   """Returns where a tensor lies, or what is wrong with that."""
   gguf = errors.optional_package('gguf')
   try:
-    kind = gguf.GGMLQuantizationType(kind)
+    ggml_type = gguf.GGMLQuantizationType(kind)
   except ValueError:
     return None, f'has the unknown ggml type {kind}'
-  values, size_bytes = gguf.GGML_QUANT_SIZES[kind]
+  values, size_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
   if not shape or shape[-1] % values:
-    return None, f'{shape} does not hold whole {kind.name} blocks of {values}'
+    return None, (
+      f'{shape} does not hold whole {ggml_type.name} blocks of {values}'
+    )
   size_bytes *= math.prod(shape) // values
   end_byte = start_byte + size_bytes
   if end_byte > file_bytes:
     return None, f'ends at byte {end_byte}, the file at {file_bytes}'
   return TensorInfo(
-    shape=shape, kind=kind.name, start_byte=start_byte, size_bytes=size_bytes
+    shape=shape,
+    kind=ggml_type.name,
+    start_byte=start_byte,
+    size_bytes=size_bytes,
   ), None

@@ -90,7 +90,7 @@ class Tokenizer:
     """Like `from_gguf`, of metadata already read from `source`."""
     tokens = _check_gguf(metadata, source)
     kinds = metadata['tokenizer.ggml.token_type']
-    special = {
+    special: dict[str, Any] = {
       name: metadata.get(f'tokenizer.ggml.{key}_token_id')
       for name, key in (
         ('bos_token', 'bos'),
@@ -156,7 +156,7 @@ class Tokenizer:
       for name, text in special.items()
       if ids[text] is None
     ]
-    ends = {ids.get(special.get('eos_token'))}
+    ends = {ids[special['eos_token']]} if 'eos_token' in special else set()
     for name in ('config.json', 'generation_config.json'):
       value = _optional_json(path / name).get('eos_token_id')
       ends |= set(value) if isinstance(value, list) else {value}
@@ -333,7 +333,7 @@ def _check_gguf(
       'Another pre-tokenizer would give other ids without a warning; load the '
       'Hugging Face directory with its tokenizer.json.',
     )
-  lists = {
+  lists: dict[str, Any] = {
     name: metadata.get(f'tokenizer.ggml.{name}')
     for name in ('tokens', 'merges', 'token_type')
   }

