@@ -36,7 +36,7 @@ import numpy as np
 from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import Axis, Rotation, TensorCodec
-from lynx_jax.pallas_kernels.dispatch import Unsupported
+from lynx_jax.pallas_kernels import words
 
 _LANES = 128
 _GROUP = 128
@@ -212,12 +212,14 @@ def split_attention_tpu(
   kv_heads = k.planes[0].shape[2]
   per_head = heads // kv_heads
   blocks = block_sizes or BlockSizes()
-  _check(q, k, v)
+  for name, packed in (('k', k), ('v', v)):
+    read = packed.codec.planes[: packed.depth]
+    words.check_planes(name, read, head_dim, packed.group)
   tile = _Tile.of(rows * per_head, head_dim)
-  step_groups = _divisor(k.groups, blocks.tokens // _GROUP, tile.pack)
-  step_heads = max(
-    n for n in range(1, blocks.heads + 1) if kv_heads % n == 0
+  step_groups = words.groups_per_step(
+    k.groups, blocks.tokens // _GROUP, tile.pack
   )
+  step_heads = max(n for n in range(1, blocks.heads + 1) if kv_heads % n == 0)
   step_tokens = step_groups * _GROUP
 
   q = q.astype(jnp.float32) * np.float32(logits_scale * math.log2(math.e))
@@ -234,7 +236,7 @@ def split_attention_tpu(
     mixed = False
   else:
     mixed = k.depth > 1 or v.depth > 1
-  steps, slot, block = _schedule(
+  steps, slot, block = schedule(
     prefix_tokens, step_tokens, k.groups // step_groups
   )
   scalars = (
@@ -289,9 +291,7 @@ def split_attention_tpu(
     mass=pltpu.VMEM(state, jnp.float32),
     out=pltpu.VMEM((step_heads, tile.sublanes, tile.width), jnp.float32),
   )
-  hbm = jax.tree.map(
-    lambda _: pl.BlockSpec(memory_space=pl.ANY), operands
-  )
+  hbm = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), operands)
   out, lse = pl.pallas_call(
     functools.partial(
       _kernel,
@@ -335,39 +335,7 @@ def split_attention_tpu(
   return rows_first(out), rows_first(lse)[..., 0]
 
 
-def _check(q, k, v):
-  head_dim = q.shape[-1]
-  if head_dim not in (64, 128, 256):
-    raise Unsupported(f'head_dim={head_dim}: must be 64, 128 or 256')
-  if k.group != _GROUP:
-    raise Unsupported(f'group={k.group}: must be {_GROUP}')
-  for name, packed in (('k', k), ('v', v)):
-    for width in packed.codec.planes[: packed.depth]:
-      rows = codec_lib.rows_per_group(width, head_dim)
-      if rows % 32:
-        raise Unsupported(
-          f'{name} has a plane of {width} bits at head_dim={head_dim}: its '
-          f'{rows} byte rows a group must be a multiple of 32; use planes of '
-          f'{32 * 8 // head_dim} bits or more'
-        )
-
-
-def _divisor(groups, limit, pack):
-  """Returns the groups of a step: few steps, and aligned metadata rows."""
-  fits = [
-    n
-    for n in range(1, min(limit, groups) + 1)
-    if groups % n == 0 and n % pack == 0 and (n % 8 == 0 or n == groups)
-  ]
-  if not fits:
-    raise Unsupported(
-      f'{groups * _GROUP} tokens of capacity: must be an even number of groups '
-      f'up to {limit * _GROUP} tokens, or a multiple of {8 * _GROUP} tokens'
-    )
-  return fits[-1]
-
-
-def _schedule(prefix_tokens, step_tokens, blocks):
+def schedule(prefix_tokens, step_tokens, blocks):
   """Lists the (slot, block) pairs that hold tokens, slot by slot.
 
   With blocks of 2048 tokens and prefix_tokens = [4096, 0, 128]:
@@ -704,39 +672,11 @@ def _codes(h, g, planes, codec, tile, full):
 
 
 def _code(h, g, planes, codec, tile, full):
-  """Assembles a group's code bytes from 32-bit words of its planes.
-
-  A word holds 4 byte rows; every field moves to its place inside its byte. For
-  planes (4, 4), A and R being words of the two planes (R's top bits flipped
-  back), the words of channels 0..H/2-1 and H/2..H-1 are
-
-  | channels | from plane 0 | from plane 1 |
-  |---|---|---|
-  | low nibbles | (A << 4) & 0xF0F0F0F0 | R & 0x0F0F0F0F |
-  | high nibbles | A & 0xF0F0F0F0 | (R >> 4) & 0x0F0F0F0F |
-  """
-  code, below = None, 8
-  for n, (ref, width) in enumerate(zip(planes, codec.planes)):
+  plane_words = []
+  for ref, width in zip(planes, codec.planes, strict=False):
     rows = codec_lib.rows_per_group(width, tile.head_dim)
-    word = pltpu.bitcast(ref[h, pl.ds(g * rows, rows), :], jnp.int32)
-    below -= width
-    if n > 0:
-      word = word ^ _in_all_bytes(sum(1 << i for i in range(width - 1, 8, width)))
-      if full is not None:
-        word = word & jnp.where(g < full, np.int32(-1), np.int32(0))
-    mask = _in_all_bytes(((1 << width) - 1) << below)
-    fields = []
-    for low in range(0, 8, width):
-      field = word
-      if low < below:
-        field = word << (below - low)
-      elif low > below:
-        field = lax.shift_right_logical(word, np.int32(low - below))
-      fields.append(field if width == 8 else field & mask)
-    field = jnp.concatenate(fields, 0)
-    code = field if code is None else code | field
+    bytes_ = ref[h, pl.ds(g * rows, rows), :]
+    plane_words.append(pltpu.bitcast(bytes_, jnp.int32))
+  only_first = None if full is None else g >= full
+  code = words.code_bytes(plane_words, codec.planes, only_first)
   return pltpu.bitcast(code, jnp.int8)
-
-
-def _in_all_bytes(byte):
-  return np.uint32(byte * 0x01010101).astype(np.int32)
