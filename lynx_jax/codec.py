@@ -11,10 +11,11 @@ tokens, an n-bit code with a scale and an offset per channel (or per token):
 
 `offset` is the minimum of the group and `scale` its range / (2^n - 1), both
 bfloat16: the minimum of bfloat16 values is exact in it, and the scale is
-rounded *up*, so that the code covers the range. No finite bfloat16 range over-
-or underflows. Ties round to even. `scale * u` has at most 16 significant bits,
-so it is exact in float32 and `dequantise` gives the same bits with or without
-fused multiply-add.
+rounded *up*, so that the code covers the range. No finite bfloat16 range
+overflows (with 1 or 2 bits: none up to 2^127), and one under 2^n · 2^-124
+counts as constant. Ties round to even. `scale * u` has at most 17 significant
+bits, so it is exact in float32 and `dequantise` gives the same bits with or
+without fused multiply-add.
 
 The code is stored *centred*, c = u - 2^(n-1), and cut into planes of w0, w1, …
 bits, most significant first. Plane 0 (the Anchor) holds the signed top bits.
@@ -69,7 +70,7 @@ class PackedTensor:
     codec: what the planes mean.
   """
 
-  planes: tuple[UInt8[Array, '... K SR Q'] | None, ...]
+  planes: tuple[UInt8[Array, '... K _ Q'] | None, ...]
   scale: BFloat16[Array, '... K n E']
   offset: BFloat16[Array, '... K n E']
   codec: TensorCodec = dataclasses.field(metadata={'static': True})
@@ -174,7 +175,10 @@ def encode(
   *leading, tokens, heads, head_dim = x.shape
   values = x.astype(jnp.float32)
   if codec.rotation is Rotation.HADAMARD:
-    values = rotate(values)
+    # A rotated value is at most sqrt(H) times the largest one. Half of what
+    # bfloat16 can hold leaves room for the error when it is rotated back.
+    most = np.float32(0.5 * _BFLOAT16_MAX / np.sqrt(head_dim))
+    values = rotate(jnp.clip(values, -most, most))
   values = values.reshape(*leading, tokens // group, group, heads, head_dim)
   values = jnp.moveaxis(values, -2, -4)  # … K n Q H
   values = jnp.swapaxes(values, -1, -2)  # … K n H Q
@@ -209,16 +213,17 @@ def scale_of(
 ) -> Float32[Array, '*s']:
   """Returns (high - low) / (2^bits - 1), rounded up to bfloat16, in float32.
 
-  A range under the smallest normal number counts as constant: its scale is 0.
+  A scale of which a quarter is no normal number, below 2^-124, becomes 0: the
+  products in `dequantise` would be flushed to zero, or not, as fused.
   """
   steps = (0.5 * high - 0.5 * low) * (2.0 / (2**bits - 1))
   scale = _round_bfloat16(jnp.minimum(steps, _BFLOAT16_MAX), up=True)
-  return jnp.where(scale < _FLOAT32_TINY, 0.0, scale)
+  return jnp.where(scale < 4 * _FLOAT32_TINY, 0.0, scale)
 
 
 def pack(
   codes: Int8[Array, '... K n H Q'], codec: TensorCodec
-) -> tuple[UInt8[Array, '... K SR Q'], ...]:
+) -> tuple[UInt8[Array, '... K _ Q'], ...]:
   """Returns the packed planes of centred codes."""
   *leading, groups, head_dim, group = codes.shape
   code = codes.astype(jnp.int32)
@@ -292,7 +297,10 @@ def dequantise(
   over = -1 if packed.codec.axis is Axis.CHANNEL else -2
   scale = jnp.expand_dims(packed.scale.astype(jnp.float32), over)
   offset = jnp.expand_dims(packed.offset.astype(jnp.float32), over)
-  values = jnp.clip(offset + scale * u, -_BFLOAT16_MAX, _BFLOAT16_MAX)
+  # In two halves, because scale * u can exceed float32 where the sum does not.
+  half = scale * (0.5 * u)
+  values = (offset + half) + half
+  values = jnp.clip(values, -_BFLOAT16_MAX, _BFLOAT16_MAX)
   values = jnp.swapaxes(values, -1, -2)  # … K n Q H
   values = jnp.moveaxis(values, -4, -2)  # … n Q K H
   *leading, _, _, heads, head_dim = values.shape
