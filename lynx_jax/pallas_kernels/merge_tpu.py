@@ -9,10 +9,10 @@ Axis.TOKEN, so that a scale always belongs to a lane.
 import functools
 
 import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor

@@ -27,11 +27,11 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-import jax.numpy as jnp
-import numpy as np
 
 from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor
@@ -46,6 +46,9 @@ _MASKED = -1e30
 _DIGITS = 32512.0
 # Adding 1.5 * 2^23 leaves a float32's integer part in its low bits.
 _MAGIC = 1.5 * 2**23 + 128
+# The compiler's default, 16 MiB on some generations, is a quarter of the least
+# there is.
+_VMEM_LIMIT_BYTES = 48 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,11 +202,22 @@ def split_attention_tpu(
   residual_tokens=None,
   sinks: int = 0,
   logits_scale: float,
+  first_tokens=None,
   soft_cap: float | None = None,
+  block_table=None,
   block_sizes: BlockSizes | None = None,
   interpret: bool = False,
 ):
-  """Runs the kernel; see `split_attention` for arguments and results.
+  """Runs the kernel; see `split_attention` for what is not said here.
+
+  Args:
+    first_tokens: i32[B, T], the first position a query row sees (a sliding
+      window), or None for 0. Blocks below a slot's least are not read.
+    soft_cap: bounds logits by soft_cap * tanh(logits / soft_cap).
+    block_table: i32[B, S / Q], which group of the cache holds a slot's group i:
+      page b * S / Q + g is group g of slot b. None is the identity.
+    block_sizes: None takes a default that suits every generation.
+    interpret: runs in Pallas's interpreter.
 
   Raises:
     Unsupported: the nearest shape that works is in the message.
@@ -236,15 +250,29 @@ def split_attention_tpu(
     mixed = False
   else:
     mixed = k.depth > 1 or v.depth > 1
+  first = None
+  if first_tokens is not None:
+    first = jnp.min(first_tokens, 1) // step_tokens
   steps, slot, block = schedule(
-    prefix_tokens, step_tokens, k.groups // step_groups
+    prefix_tokens, step_tokens, k.groups // step_groups, first
   )
-  scalars = (
-    jnp.asarray(layer, jnp.int32).reshape(1),
+  operands = tuple(
+    _Packed(tuple(p for p in x.planes if p is not None), x.scale, x.offset)
+    for x in (k, v)
+  )
+  layer = jnp.asarray(layer, jnp.int32).reshape(1)
+  pages = None
+  if block_table is not None:
+    pages = jnp.clip(block_table, 0, batch * k.groups - 1).astype(jnp.int32)
+    operands = tuple(_gather_scales(x, layer[0], pages) for x in operands)
+    pages = pages // k.groups, pages % k.groups
+  scalars = _Scalars(
+    layer,
     slot,
     block,
     prefix_tokens,
     residual_tokens.astype(jnp.int32),
+    pages,
   )
 
   def buffers(packed):
@@ -258,16 +286,22 @@ def split_attention_tpu(
   def per_slot(*shape):
     return pl.BlockSpec(
       (None, step_heads, *shape),
-      lambda h, i, layer, slot, *_: (slot[i], h, 0, 0),
+      lambda h, i, scalars: (scalars.slots[i], h, 0, 0),
     )
 
-  operands = tuple(
-    _Packed(tuple(p for p in x.planes if p is not None), x.scale, x.offset)
-    for x in (k, v)
-  )
+  firsts, first_spec = (), ()
+  if first_tokens is not None:
+    firsts = jnp.repeat(first_tokens.astype(jnp.int32), per_head, 1)
+    firsts = jnp.pad(firsts, ((0, 0), (0, spare)))
+    firsts = jnp.tile(firsts[:, :, None], (1, tile.pack, _LANES))
+    first_spec = pl.BlockSpec(
+      (None, *firsts.shape[1:]), lambda h, i, scalars: (scalars.slots[i], 0, 0)
+    )
+
   n_copies = len(jax.tree.leaves(operands))
   n_tiles = step_groups // tile.pack
   state = (step_heads, tile.sublanes, _LANES)
+  per_tile = pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32)
   table = pltpu.VMEM((step_heads, step_groups, _LANES), jnp.float32)
   channel_rows = step_groups * head_dim // tile.width
   channel = pltpu.VMEM((step_heads, channel_rows, tile.width), jnp.float32)
@@ -279,14 +313,16 @@ def split_attention_tpu(
     k_bias=channel if k.codec.axis is Axis.CHANNEL else table,
     v_scale=channel if v.codec.axis is Axis.CHANNEL else table,
     v_bias=channel if v.codec.axis is Axis.CHANNEL else table,
-    v_unit=table,
-    staging=pltpu.VMEM((step_heads, 4, step_groups, head_dim), jnp.float32),
+    v_unit=table if v.codec.axis is Axis.TOKEN else None,
+    staging=pltpu.VMEM((step_heads, 4, step_groups, head_dim), jnp.float32)
+    if tile.stacked
+    else None,
     weights=pltpu.VMEM(
       (step_heads, n_tiles, 2 * tile.sublanes, _LANES), jnp.int8
     ),
-    tops=pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32),
-    masses=pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32),
-    shifts=pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32),
+    tops=per_tile,
+    masses=per_tile,
+    shifts=per_tile if v.codec.axis is Axis.TOKEN else None,
     top=pltpu.VMEM(state, jnp.float32),
     mass=pltpu.VMEM(state, jnp.float32),
     out=pltpu.VMEM((step_heads, tile.sublanes, tile.width), jnp.float32),
@@ -304,9 +340,9 @@ def split_attention_tpu(
       soft_cap=None if soft_cap is None else soft_cap * math.log2(math.e),
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=len(scalars),
+      num_scalar_prefetch=1,
       grid=(kv_heads // step_heads, steps),
-      in_specs=[per_slot(tile.sublanes, tile.width), *hbm],
+      in_specs=[per_slot(tile.sublanes, tile.width), first_spec, *hbm],
       out_specs=[per_slot(tile.rows, head_dim), per_slot(tile.rows, _LANES)],
       scratch_shapes=[scratch],
     ),
@@ -317,10 +353,11 @@ def split_attention_tpu(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary'),
       disable_bounds_checks=True,
+      vmem_limit_bytes=_VMEM_LIMIT_BYTES,
     ),
     interpret=interpret,
     name='split_attention',
-  )(*scalars, q, *operands)
+  )(scalars, q, firsts, *operands)
 
   held = (prefix_tokens > 0)[:, None, None, None]  # others were never written
   out, lse = jnp.where(held, out, 0.0), jnp.where(held, lse, -jnp.inf)
@@ -335,8 +372,23 @@ def split_attention_tpu(
   return rows_first(out), rows_first(lse)[..., 0]
 
 
-def schedule(prefix_tokens, step_tokens, blocks):
+def _gather_scales(packed, layer, pages):
+  """Puts scales in a slot's order: too small for a copy of their own each."""
+
+  def gather(x):
+    x = jnp.moveaxis(x[layer], 1, 2)  # B n K E
+    x = x.reshape(-1, *x.shape[2:])[pages]
+    return jnp.moveaxis(x, 2, 1)[None]
+
+  return packed._replace(
+    scale=gather(packed.scale), offset=gather(packed.offset)
+  )
+
+
+def schedule(prefix_tokens, step_tokens, blocks, first=None):
   """Lists the (slot, block) pairs that hold tokens, slot by slot.
+
+  A slot's blocks below `first` (None: 0) are left out.
 
   With blocks of 2048 tokens and prefix_tokens = [4096, 0, 128]:
 
@@ -347,12 +399,31 @@ def schedule(prefix_tokens, step_tokens, blocks):
   | 2 | 2 | 0 |
   """
   count = -(-prefix_tokens // step_tokens)
-  end = jnp.cumsum(count)
+  first = jnp.zeros_like(count) if first is None else jnp.minimum(first, count)
+  end = jnp.cumsum(count - first)
   step = jnp.arange(len(prefix_tokens) * blocks, dtype=jnp.int32)
-  slot = jnp.sum(step[:, None] >= end, 1).astype(jnp.int32)
+  slot = jnp.sum(step[:, None] >= end[None], 1).astype(jnp.int32)
   slot = jnp.minimum(slot, len(prefix_tokens) - 1)
   block = jnp.maximum(step - (end - count)[slot], 0)
   return end[-1], slot, block
+
+
+class _Scalars(NamedTuple):
+  """What the kernel and its index maps read from SMEM.
+
+  Attributes:
+    layer: [1].
+    slots, blocks: of every step.
+    prefix_tokens, residual_tokens: [B].
+    pages: (slot, group) [B, S / Q] of a block table.
+  """
+
+  layer: Any
+  slots: Any
+  blocks: Any
+  prefix_tokens: Any
+  residual_tokens: Any
+  pages: tuple[Any, Any] | None
 
 
 class _Scratch(NamedTuple):
@@ -386,12 +457,9 @@ class _Scratch(NamedTuple):
 
 
 def _kernel(
-  layer,
-  slots,
-  blocks,
-  prefix_tokens,
-  residual_tokens,
+  scalars,
   q_ref,
+  first_ref,
   k_hbm,
   v_hbm,
   out_ref,
@@ -407,52 +475,37 @@ def _kernel(
   soft_cap: float | None,
 ):
   heads = q_ref.shape[0]
-  head_block, step = pl.program_id(0), pl.program_id(1)
-  slot, block = slots[step], blocks[step]
+  step, steps = pl.program_id(1), pl.num_programs(1)
+  slot, block = scalars.slots[step], scalars.blocks[step]
   buffer = step & 1
-  tokens = prefix_tokens[slot] - block * (groups * _GROUP)
+  tokens = scalars.prefix_tokens[slot] - block * (groups * _GROUP)
   held = lax.shift_right_logical(tokens, np.int32(7))
+  copies = functools.partial(
+    _copies,
+    scalars,
+    (k_hbm, v_hbm),
+    scratch,
+    pl.program_id(0) * heads,
+    groups=groups,
+    mixed=mixed,
+  )
 
-  def copies(step, buffer):
-    slot, block = slots[step], blocks[step]
-
-    def copy(hbm, vmem, n):
-      size = vmem.shape[2]
-      source = hbm.at[
-        layer[0],
-        slot,
-        pl.ds(head_block * heads, heads),
-        pl.ds(pl.multiple_of(block * size, size), size),
-      ]
-      return pltpu.make_async_copy(
-        source, vmem.at[buffer], scratch.arrived.at[buffer, n]
-      )
-
-    sources = jax.tree.leaves((k_hbm, v_hbm))
-    targets = jax.tree.leaves((scratch.k, scratch.v))
-    return [copy(*x, n) for n, x in enumerate(zip(sources, targets))]
-
-  # One loop issues both the first block's copies and the next block's, so that
+  # One loop starts both the first block's copies and the next block's, so that
   # their scalar code stands, and is counted, once.
-  def issue(n, _):
-    for copy in copies(n, n & 1):
-      copy.start()
-
   lax.fori_loop(
     jnp.where(step == 0, 0, step + 1),
-    jnp.minimum(step + 2, pl.num_programs(1)),
-    issue,
+    jnp.minimum(step + 2, steps),
+    lambda n, _: copies(n, start=True),
     None,
   )
 
-  @pl.when(block == 0)
+  @pl.when((step == 0) | (scalars.slots[jnp.maximum(step - 1, 0)] != slot))
   def _():
     scratch.top[...] = jnp.full_like(scratch.top, _MASKED)
     scratch.mass[...] = jnp.zeros_like(scratch.mass)
     scratch.out[...] = jnp.zeros_like(scratch.out)
 
-  for copy in copies(step, buffer):
-    copy.wait()
+  copies(step, start=False)
   k, v = (
     _Packed(
       tuple(p.at[buffer] for p in x.planes),
@@ -463,8 +516,12 @@ def _kernel(
   )
   full = None
   if mixed:
-    full = residual_tokens[slot] - block * (groups * _GROUP)
+    full = scalars.residual_tokens[slot] - block * (groups * _GROUP)
     full = jnp.right_shift(full, 7)
+  # Positions inside this block from which a query row sees tokens.
+  first = (
+    None if first_ref == () else first_ref[...] - block * (groups * _GROUP)
+  )
 
   queries = [
     _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full)
@@ -485,6 +542,7 @@ def _kernel(
         held=held,
         full=full,
         sinks=jnp.where(block == 0, sinks, 0) if sinks and g == 0 else None,
+        first=first,
         soft_cap=soft_cap,
       )
   for h in range(heads):
@@ -501,6 +559,54 @@ def _kernel(
       out_ref[h] = out * share[:, :1]
       lse = (top + jnp.log2(mass)) * math.log(2)
       lse_ref[h] = jnp.where(some, lse, -jnp.inf)
+
+
+def _copies(scalars, hbm, scratch, first_head, step, *, start, groups, mixed):
+  """Starts the copies of a step's block into its buffer, or waits for them."""
+  slot, block, buffer = scalars.slots[step], scalars.blocks[step], step & 1
+  heads = pl.ds(first_head, scratch.top.shape[0])
+
+  def copy(source, target, n, is_plane):
+    size = target.shape[2]
+
+    def part(slot, row, size, at):
+      # Gathered scales are of one layer.
+      layer = scalars.layer[0] if source.shape[0] > 1 else 0
+      dma = pltpu.make_async_copy(
+        source.at[layer, slot, heads, pl.ds(row, size)],
+        target.at[buffer, :, pl.ds(at, size)],
+        scratch.arrived.at[buffer, n],
+      )
+      dma.start() if start else dma.wait()
+
+    if scalars.pages is None or not is_plane:
+      part(slot, pl.multiple_of(block * size, size), size, 0)
+      return
+    rows = size // groups
+
+    def page(i, _):
+      slots, rows_of = scalars.pages
+      row = pl.multiple_of(rows_of[slot, block * groups + i] * rows, rows)
+      at = pl.multiple_of(i * rows, rows)
+      part(slots[slot, block * groups + i], row, rows, at)
+
+    lax.fori_loop(0, groups, page, None)
+
+  n = 0
+  for source, target in zip(hbm, (scratch.k, scratch.v), strict=True):
+    pairs = list(zip(source.planes, target.planes, strict=True))
+    for depth, pair in enumerate(pairs):
+      later = functools.partial(copy, *pair, n + depth, True)
+      if mixed and depth > 0:
+        # No byte is read where no group has its Residual.
+        least = block * (groups * _GROUP) + _GROUP
+        pl.when(scalars.residual_tokens[slot] >= least)(later)
+      else:
+        later()
+    n += len(pairs)
+    copy(source.scale, target.scale, n, False)
+    copy(source.offset, target.offset, n + 1, False)
+    n += 2
 
 
 def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
@@ -522,7 +628,9 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
     return tables
 
   q = q_ref[h]
-  staging = [scratch.staging.at[h, n] for n in range(4)]
+  staging = [None] * 4
+  if tile.stacked:
+    staging = [scratch.staging.at[h, n] for n in range(4)]
   scale, scratch.k_bias[h] = table(k, codecs[0], staging[:2])
   scratch.k_scale[h] = scale
   size = jnp.abs(q)
@@ -544,7 +652,20 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
 
 
 def _weigh(
-  h, gs, query, k, scratch, *, tile, codec, v_axis, held, full, sinks, soft_cap
+  h,
+  gs,
+  query,
+  k,
+  scratch,
+  *,
+  tile,
+  codec,
+  v_axis,
+  held,
+  full,
+  sinks,
+  first,
+  soft_cap,
 ):
   """Scores tiles and stores their weights, these' maxima and sums."""
   q, fine, unit = query
@@ -557,7 +678,7 @@ def _weigh(
     digits.append(_digits(scaled))
     code = _codes(h, g, k.planes, codec, tile, full)
     codes.append(jnp.concatenate(code, 0 if tile.stacked else 1))
-  for g, dot in zip(gs, _products(digits, codes, 1)):
+  for g, dot in zip(gs, _products(digits, codes, 1), strict=True):
     score = _join(dot, tile, _GROUP)
     if codec.axis is Axis.CHANNEL:
       bias = q * tile.channels(scratch.k_bias, h, g)
@@ -570,8 +691,10 @@ def _weigh(
       score = soft_cap * jnp.tanh(score * (1 / soft_cap))
     group = tile.per_group([g + i for i in range(tile.pack)])
     score = jnp.where(group < held, score, _MASKED)
+    lane = lax.broadcasted_iota(jnp.int32, size, 1)
+    if first is not None:
+      score = jnp.where(group * _GROUP + lane < first, _MASKED, score)
     if sinks is not None and g == 0:
-      lane = lax.broadcasted_iota(jnp.int32, size, 1)
       score = jnp.where((lane < sinks) & (group == 0), _MASKED, score)
     top = jnp.max(score, 1, keepdims=True)
     weight = jnp.exp2(score - top)
@@ -602,7 +725,7 @@ def _accumulate(h, v, scratch, tile, codec, groups, full, together):
     codes = [
       jnp.concatenate(_codes(h, g, v.planes, codec, tile, full), 0) for g in gs
     ]
-    for g, dot in zip(gs, _products(weights, codes, 0)):
+    for g, dot in zip(gs, _products(weights, codes, 0), strict=True):
       n = g // tile.pack
       tile_mass = scratch.masses[h, n]
       value = _join(dot, tile, tile.head_dim)

@@ -13,11 +13,11 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-import jax.numpy as jnp
-import numpy as np
 
 from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor
@@ -205,7 +205,8 @@ def _kernel(sinks_ref, x_ref, *refs, codec, head_dim, heads, groups):
     for h in range(heads):
       rows = head_dim // 4
       of_head = code[h * rows : (h + 1) * rows]
-      for ref, plane in zip(planes, words.planes_of(of_head, codec.planes)):
+      cut = words.planes_of(of_head, codec.planes)
+      for ref, plane in zip(planes, cut, strict=True):
         size = plane.shape[0] * 4
         ref[h, pl.ds(g * size, size), :] = pltpu.bitcast(plane, jnp.uint8)
 

@@ -10,8 +10,8 @@ A *code byte* is a centred code moved to the top of 8 bits.
 import functools
 
 import jax.numpy as jnp
-from jax import lax
 import numpy as np
+from jax import lax
 
 from lynx_jax import codec as codec_lib
 from lynx_jax.pallas_kernels.dispatch import Unsupported
