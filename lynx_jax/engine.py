@@ -191,6 +191,7 @@ class _Entry:
 
   id: int
   request: Request
+  prompt: np.ndarray  # a copy: the caller's list may change
   result: Result
   progress: Progress
   slot: int | None = None
@@ -275,6 +276,7 @@ class Engine:
     self._queue: list[int] = []
     self._events: list[Event] = []
     self._next_id = 0
+    self._closed = False
     self._sender = Sender(
       Prefill(prefill_model, codec, config),
       self.wire,
@@ -289,7 +291,11 @@ class Engine:
     self.close()
 
   def close(self) -> None:
-    """Stops all work; may be called twice."""
+    """Stops all work; may be called twice.
+
+    Requests that have not ended never will; results stay readable.
+    """
+    self._closed = True
     self._sender.close()
 
   def warm_up(self) -> Costs:
@@ -380,17 +386,20 @@ class Engine:
 
     Raises:
       ConfigError: the request does not fit the engine; nothing was queued.
+      RuntimeError: the engine is closed.
     """
+    self._require_open()
     self._check(request.prompt, request.output_tokens)
-    length = len(request.prompt)
+    prompt = np.array(request.prompt, np.int32)
     key = self._next_id
     self._next_id += 1
     timeline = Timeline(time.monotonic())
     self._entries[key] = _Entry(
       key,
       request,
-      Result(State.QUEUED, length, timeline),
-      Progress(self.wire, key, length),
+      prompt,
+      Result(State.QUEUED, len(prompt), timeline),
+      Progress(self.wire, key, len(prompt)),
     )
     self._queue.append(key)
     return key
@@ -421,7 +430,9 @@ class Engine:
 
     Raises:
       TransferError: the transport failed; close the engine.
+      RuntimeError: the engine is closed.
     """
+    self._require_open()
     self._admit()
     self._receive()
     worked = False
@@ -440,13 +451,18 @@ class Engine:
   def stream(self, request: Request) -> Iterator[Event]:
     """Submits a request and yields its events until it has ended.
 
-    Events of other requests are not shown here; their results are kept.
+    Events of other requests are not shown here; their results are kept. Whoever
+    stops iterating cancels the request.
     """
     key = self.submit(request)
     while True:
       for event in self.step():
         if event.request == key:
-          yield event
+          try:
+            yield event
+          except GeneratorExit:
+            self.cancel(key)
+            raise
           if isinstance(event, Finished):
             return
 
@@ -462,7 +478,12 @@ class Engine:
       raise result.error
     return result
 
+  def _require_open(self) -> None:
+    if self._closed:
+      raise RuntimeError('the engine is closed; make a new one')
+
   def _require_idle(self, what: str) -> None:
+    self._require_open()
     if self.busy:
       raise RuntimeError(f'{what}() needs an engine without running requests')
 
@@ -515,7 +536,7 @@ class Engine:
       entry.result.state = State.RECEIVING
       self._sender.submit(
         entry.id,
-        np.asarray(entry.request.prompt, np.int32),
+        entry.prompt,
         deadline_s=entry.result.timeline.arrival_s + entry.request.deadline_s,
         timeline=entry.result.timeline,
       )
@@ -534,6 +555,9 @@ class Engine:
           (ready_s - start_s, size) for ready_s, size in record.critical
         ]
         self._show_first(entry)
+        only = entry.request.output_tokens == 1
+        if only or entry.token in self._decoder.end_tokens:
+          self._end(entry, State.DONE)  # what is still under way is not needed
     for arrival in self._sender.transport.arrived():
       self._insert(arrival)
     for state in (State.RECEIVING, State.DRAFTING):
@@ -579,12 +603,6 @@ class Engine:
         output_tokens=entry.request.output_tokens,
       )
       entry.result.state = State.DRAFTING
-      if (
-        entry.request.output_tokens == 1
-        or entry.token in self._decoder.end_tokens
-      ):
-        self._end(entry, State.DONE)
-        return
       if self._has_residual:
         self._draft([entry])
     if entry.progress.complete and entry.result.state is State.DRAFTING:
@@ -627,12 +645,13 @@ class Engine:
     arguments = self._params, self._cache, self._slots, self._mask(entries)
     backlog = any(len(e.result.shown) > len(e.result.tokens) for e in entries)
     drafts = 0 if backlog else self._draft_tokens(entries)
+    looks_up = self._looks_up(entries)
     if form is Form.PLAIN:
       self._cache, self._slots = self._decoder.verify(*arguments, rows=1)
-    elif drafts == 0 and (self._looks_up(entries) or not self._has_residual):
+    elif drafts == 0 and (backlog or looks_up or not self._has_residual):
       self._cache, self._slots = self._decoder.verify(*arguments)
     else:
-      most = 1 if self._looks_up(entries) else _UNBOUNDED
+      most = 1 if looks_up else _UNBOUNDED
       self._cache, self._slots = self._decoder.rounds(*arguments, drafts, most)
     self._read(entries, Phase.VERIFY, start_s)
 

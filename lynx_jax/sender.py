@@ -60,7 +60,7 @@ class _Job:
   timeline: Timeline
   computed: Prompt | None = None
   critical: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-  dropped: bool = False
+  dropped: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
 class Sender:
@@ -83,6 +83,9 @@ class Sender:
   ):
     self._prefill, self._wire, self._latency_s = prefill, wire, latency_s
     self._jobs: dict[int, _Job] = {}
+    # Held while chunks are offered or a request is dropped: nothing may be
+    # offered after its transfer was cancelled.
+    self._dropping = threading.Lock()
     self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
     self._records: queue.SimpleQueue[Record] = queue.SimpleQueue()
     self._held_back: Record | None = None  # read, but not yet to be seen
@@ -116,10 +119,11 @@ class Sender:
 
   def drop(self, request: int) -> None:
     """Frees the request's KV, and stops its prefill and its transfer."""
-    job = self._jobs.pop(request, None)
-    if job is not None:
-      job.dropped = True
-    self.transport.cancel(request)
+    with self._dropping:
+      job = self._jobs.pop(request, None)
+      if job is not None:
+        job.dropped.set()
+      self.transport.cancel(request)
 
   def records(self) -> list[Record]:
     """Returns, without blocking, the control records seen since the last."""
@@ -161,10 +165,12 @@ class Sender:
         self._records.put(PrefillFailed(job.request, error, seen_s))
 
   def _compute(self, job: _Job) -> None:
+    if job.dropped.is_set():
+      return
     overlapped = self._wire.engine.mode is Mode.OVERLAPPED
     start_s = time.monotonic()
     for token_chunk, prompt in enumerate(self._prefill.chunks(job.prompt)):
-      if job.dropped:
+      if job.dropped.is_set():
         return
       job.computed = prompt
       end_s = time.monotonic()
@@ -199,17 +205,17 @@ class Sender:
     )
 
   def _offer(self, job: _Job, token_chunk: int, ready_s: float) -> None:
-    if job.dropped:
-      return
     chunks = self._wire.manifest(job.request, len(job.prompt), token_chunk)
     job.critical += [
       (ready_s, chunk.bytes)
       for chunk in chunks
       if chunk.stream is Stream.ANCHOR
     ]
-    self.transport.offer(
-      chunks,
-      arrival_s=job.timeline.arrival_s,
-      ready_s=ready_s,
-      deadline_s=job.deadline_s,
-    )
+    with self._dropping:
+      if not job.dropped.is_set():
+        self.transport.offer(
+          chunks,
+          arrival_s=job.timeline.arrival_s,
+          ready_s=ready_s,
+          deadline_s=job.deadline_s,
+        )

@@ -44,6 +44,7 @@ HOST_VALUES = {
   ('engine.py', 'end_tokens'): 'of the tokenizer',
   ('engine.py', 'entry.request.prompt'): 'token ids of the caller',
   ('engine.py', 'prompt'): 'token ids of the caller',
+  ('engine.py', 'request.prompt'): 'token ids of the caller',
   ('engine.py', 'self._queue'): 'a list of ids',
   ('models/weights.py', 'shape'): 'of a tensor in a file',
   ('models/weights.py', 'value'): 'a number of a JSON file',
