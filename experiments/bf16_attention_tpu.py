@@ -9,11 +9,11 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-import jax.numpy as jnp
-import numpy as np
 
 from lynx_jax.pallas_kernels.split_attention_tpu import schedule
 

@@ -180,11 +180,14 @@ def _whole(decoded: str) -> str:
 class Row:
   """One row: a title and how to form a cell from a scheme's records.
 
-  `cell` takes the records of the scheme, and those of all schemes by name.
+  `cell` takes the records of the scheme, and those of all schemes by name: in
+  the form of decoding with the least TTFT where `fastest`, else those of the
+  verify program, whose output and commits count.
   """
 
   title: str
   cell: Callable[[list[Mapping[str, Any]], dict[str, list]], str]
+  fastest: bool = False
 
 
 def columns_of(
@@ -193,21 +196,29 @@ def columns_of(
   """Forms the cells of every scheme, in the order of ROWS.
 
   Args:
-    records: of one mode. Only `request` records are taken, without those in
-      plain form, which the summaries use.
+    records: of one mode; only `request` records are taken.
   """
-  groups: dict[str, list[Mapping[str, Any]]] = {}
+  from experiments import latency
+
+  records = [r for r in records if _is_shown(r)]
+  schemes = dict.fromkeys(r['scheme'] for r in records)
+  fastest = {name: latency.fastest_form(records, name) for name in schemes}
+  verified: dict[str, list] = {name: [] for name in schemes}
   for record in records:
-    if _is_shown(record):
-      groups.setdefault(record['scheme'], []).append(record)
+    if record.get('form') != 'plain':
+      verified[record['scheme']].append(record)
   return {
-    scheme: [row.cell(group, groups) for row in ROWS]
-    for scheme, group in groups.items()
+    name: [
+      row.cell(groups[name], groups)
+      for row in ROWS
+      for groups in (fastest if row.fastest else verified,)
+    ]
+    for name in schemes
   }
 
 
 def _is_shown(record: Mapping[str, Any]) -> bool:
-  return record.get('kind') == 'request' and record.get('form') != 'plain'
+  return record.get('kind') == 'request'
 
 
 UNKNOWN = '–'
@@ -233,8 +244,10 @@ def _over(value: float | None, other: float | None) -> str:
 
 
 def _over_int8(group, peers) -> str:
-  name = 'ttft_provisional_s'
-  return _over(_median(group, name), _median(peers.get('int8', []), name))
+  from experiments import latency
+
+  ratio = latency.ttft_over(group, peers.get('int8', []))
+  return _over(ratio, 1.0)
 
 
 def _over_bound(group, _) -> str:
@@ -258,13 +271,14 @@ def _equal(group, _) -> str:
 
 
 ROWS = (
-  Row('TTFT provisional, s', _number('ttft_provisional_s', '.3f')),
-  Row('TTFT committed, s', _number('ttft_committed_s', '.3f')),
-  Row('token 1 to 2, s', _number('tbt_first_s', '.3f')),
-  Row('exposed, s', _number('exposed_s', '.3f')),
-  Row('TTFT over INT8', _over_int8),
-  Row('TTFT over bound', _over_bound),
-  Row('last token, s', _number('done_s', '.3f')),
+  Row('TTFT provisional, s', _number('ttft_provisional_s', '.3f'), True),
+  Row('TTFT committed, s', _number('ttft_committed_s', '.3f'), True),
+  Row('token 1 to 2, s', _number('tbt_first_s', '.3f'), True),
+  Row('exposed, s', _number('exposed_s', '.3f'), True),
+  Row('TTFT over INT8', _over_int8, True),
+  Row('TTFT over bound', _over_bound, True),
+  Row('last token, s', _number('done_s', '.3f'), True),
+  Row('last verified, s', _number('done_s', '.3f')),
   Row('acceptance', _acceptance),
   Row('retracted tokens', _number('retracted', '.0f')),
   Row('Anchor, bits a value', _number('bits_anchor', '.2f')),

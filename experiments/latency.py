@@ -96,9 +96,7 @@ def run(
   screen.table(records)
   for mode in settings.modes:
     suffix = '' if mode is Mode.SERIAL else f'_{mode.value}'
-    for record in summaries(
-      records, constants, mode=mode.value, suffix=suffix
-    ):
+    for record in summaries(records, constants, mode=mode.value, suffix=suffix):
       writer.write(record)
   screen.note(f'records: {writer.path}')
 
@@ -126,7 +124,7 @@ def _calibrate(settings, model, prompt, screen) -> _Setting:
   ):
     step_s = engine.warm_up().plain_s
     ask = Request(prompt=prompt, output_tokens=1)
-    times = [engine.generate(ask).prefill_end_s for _ in range(3)]
+    times = [engine.generate(ask).prefill_end_s for _ in range(2)]
     size = engine.wire.stream_bytes(len(prompt)).total
   prefill_s = statistics.median(_known(times))
   rate_gbps = settings.link.rate_gbps
@@ -159,11 +157,15 @@ def _references(settings, engines, prompt, screen) -> dict[str, list[int]]:
   """Returns every scheme's reference output, by name, and that of bf16."""
   found: dict[Any, list[int]] = {}
   by_name = {}
+  computed = None
   for scheme in settings.schemes:
     if scheme.codec not in found:
       with screen.step(f'decoding the reference of {scheme.name}'):
         engine = engines[scheme.name, settings.modes[0]]
-        found[scheme.codec] = engine.reference(prompt, settings.output_tokens)
+        computed = computed or engine.compute(prompt)
+        found[scheme.codec] = engine.reference(
+          prompt, settings.output_tokens, computed
+        )
     by_name[scheme.name] = found[scheme.codec]
   return by_name
 
@@ -194,6 +196,7 @@ def _requests(
           ),
           shown,
         )
+      assert result.prefill_end_s is not None
       name = f'{repeat}/{scheme.name}/{mode.value}/{form.value}'
       record = serving.record(
         engine,
@@ -369,6 +372,24 @@ def ttft_over_bound(
     prefill_s = median_prefill_s(records)
   known = _known(_bound_ratios(records, prefill_s))
   return statistics.median(known) if known else None
+
+
+def ttft_over(
+  records: Sequence[Record], others: Sequence[Record]
+) -> float | None:
+  """Returns the median TTFT of `records` over `others`, pair by pair.
+
+  Ratios are formed as `summaries` says, with the prefill median of both.
+  """
+  prefill_s = median_prefill_s([*records, *others])
+  ratios = _known(
+    _paired_ratios(
+      records,
+      others,
+      lambda r: _levelled(r, 'ttft_provisional_s', prefill_s),
+    )
+  )
+  return statistics.median(ratios) if ratios else None
 
 
 def median_prefill_s(records: Iterable[Record]) -> float | None:

@@ -125,9 +125,7 @@ def connect_engine(
     model.decode,
     scheme.codec,
     engine,
-    connect=lambda cut: Courier(
-      Scheduler(_RESIDUAL_WINDOW_BYTES), link, cut
-    ),
+    connect=lambda cut: Courier(Scheduler(_RESIDUAL_WINDOW_BYTES), link, cut),
     end_tokens=sorted(model.tokenizer.ends),
     latency_s=rtt_ms / 2e3,
   )

@@ -209,7 +209,10 @@ class Step(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-  """Measured seconds of one step alone, each with its fetch."""
+  """Seconds of one step alone, its fetch included: the least of seven.
+
+  Noise only adds, and a bound must not be built on it.
+  """
 
   draft_s: float
   verify_s: float
@@ -355,11 +358,28 @@ class Engine:
     self._slots = _STOP(self._slots, np.int32(0))
     return seconds
 
-  def reference(self, prompt: Sequence[int], output_tokens: int) -> list[int]:
+  def compute(self, prompt: Sequence[int]) -> Prompt:
+    """Prefills a prompt and nothing else; see `reference`."""
+    self._require_idle('compute')
+    self._check(prompt, 1)
+    return self._sender.compute(np.asarray(prompt, np.int32))
+
+  def reference(
+    self,
+    prompt: Sequence[int],
+    output_tokens: int,
+    computed: Prompt | None = None,
+  ) -> list[int]:
     """Returns the reference output: no transfer, no drafts; slot 0 alone.
 
     It prefills the prompt, puts the scheme's complete cache in place, and runs
     `reference_decode`.
+
+    Args:
+      prompt: token ids.
+      output_tokens: most tokens, token 1 included.
+      computed: what `compute` returned for the same prompt, perhaps of an
+        engine with another codec; it saves the prefill.
 
     Raises:
       ConfigError: the request does not fit the engine.
@@ -367,7 +387,7 @@ class Engine:
     """
     self._require_idle('reference')
     self._check(prompt, output_tokens)
-    computed = self._sender.compute(np.asarray(prompt, np.int32))
+    computed = self._sender.compute(np.asarray(prompt, np.int32), computed)
     for token_chunk in range(self.wire.token_chunks(len(prompt))):
       for chunk in self.wire.manifest(0, len(prompt), token_chunk):
         self._cache = self._carry(

@@ -109,8 +109,7 @@ def chunk_attention(
 ) -> Float32[Array, '1 C N H']:
   """Attends causally to all tokens up to each row's own position.
 
-  Keys are taken in blocks of C from 0 to the chunk itself, with a running
-  maximum and sum (arXiv:2112.05682, algorithm in §2).
+  Keys are taken in blocks of C, with a running maximum and sum (arXiv:2112.05682, algorithm in §2).
 
   Args:
     q: queries of the chunk, RoPE applied.
@@ -120,39 +119,42 @@ def chunk_attention(
   """
   _, size, heads, head_dim = q.shape
   kv_heads = k.shape[2]
+  # One product a KV head: its G · C query rows against a block of keys.
   q = q[0].astype(jnp.float32) * np.float32(head_dim**-0.5)
-  q = q.reshape(size, kv_heads, -1, head_dim)
-  row = offset + jnp.arange(size, dtype=jnp.int32)
+  q = jnp.moveaxis(q.reshape(size, kv_heads, -1, head_dim), 0, 2)
+  q = q.reshape(kv_heads, -1, head_dim)  # K GC H
 
-  def block(j, carry):
-    top, total, out = carry
+  def load(x, j):
     at = (layer, j * size, 0, 0)
-    shape = (1, size, kv_heads, head_dim)
-    keys = jax.lax.dynamic_slice(k, at, shape)[0].astype(jnp.float32)
-    values = jax.lax.dynamic_slice(v, at, shape)[0].astype(jnp.float32)
-    scores = jnp.einsum('ckgh,skh->kgcs', q, keys)
-    column = j * size + jnp.arange(size, dtype=jnp.int32)
-    seen = column[None] <= row[:, None]
-    scores = jnp.where(seen[None, None], scores, -jnp.inf)
-    # Block 0 holds a seen column for every row, so `top` is finite.
+    block = jax.lax.dynamic_slice(x, at, (1, size, kv_heads, head_dim))[0]
+    return jnp.swapaxes(block.astype(jnp.float32), 0, 1)  # K S H
+
+  def step(j, carry, mask=None):
+    top, total, out = carry
+    scores = jnp.einsum('krh,ksh->krs', q, load(k, j))
+    if mask is not None:
+      scores = jnp.where(mask, scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - new_top[..., None])
     shrink = jnp.exp(top - new_top)
     total = total * shrink + jnp.sum(weights, axis=-1)
-    out = out * shrink[..., None] + jnp.einsum(
-      'kgcs,skh->kgch', weights, values
-    )
-    return new_top, total, out
+    fresh = jnp.einsum('krs,ksh->krh', weights, load(v, j))
+    return new_top, total, out * shrink[..., None] + fresh
 
-  shape = (kv_heads, heads // kv_heads, size)
-  start = (
-    jnp.full(shape, -jnp.inf, jnp.float32),
-    jnp.zeros(shape, jnp.float32),
-    jnp.zeros((*shape, head_dim), jnp.float32),
+  # The chunk's own block comes first: it alone is masked, and it leaves a
+  # finite maximum in every row. All earlier blocks are seen whole.
+  own = offset // size
+  causal = jnp.tril(jnp.ones((size, size), bool))
+  causal = jnp.tile(causal, (heads // kv_heads, 1))[None]
+  nothing = (
+    jnp.full(q.shape[:2], -jnp.inf, jnp.float32),
+    jnp.zeros(q.shape[:2], jnp.float32),
+    jnp.zeros(q.shape, jnp.float32),
   )
-  _, total, out = jax.lax.fori_loop(0, offset // size + 1, block, start)
-  out = jnp.moveaxis(out / total[..., None], 2, 0)  # C K G H
-  return out.reshape(1, size, heads, head_dim)
+  carry = step(own, nothing, causal)
+  _, total, out = jax.lax.fori_loop(0, own, step, carry)
+  out = (out / total[..., None]).reshape(kv_heads, -1, size, head_dim)
+  return jnp.moveaxis(out, 2, 0).reshape(1, size, heads, head_dim)
 
 
 def split_chunk(

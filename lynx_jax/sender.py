@@ -95,12 +95,21 @@ class Sender:
     )
     self._thread.start()
 
-  def compute(self, tokens: np.ndarray) -> Prompt:
+  def compute(self, tokens: np.ndarray, known: Prompt | None = None) -> Prompt:
     """Prefills and splits a prompt at once, in the calling thread.
 
     For warm-up and references; nothing is offered or timed.
+
+    Args:
+      tokens: the prompt.
+      known: the same prompt as another codec's sender computed it: its keys
+        and values are taken over, and split anew.
     """
-    for token_chunk, computed in enumerate(self._prefill.chunks(tokens)):
+    if known is None:
+      *_, known = self._prefill.chunks(tokens)
+    end = self._wire.codec.prefix_end(len(tokens))
+    computed = Prompt(len(tokens), end, known.kv, known.token)
+    for token_chunk in range(self._wire.token_chunks(len(tokens)) - 1):
       self._prefill.split(computed, token_chunk)
     return computed
 
