@@ -42,7 +42,6 @@ FETCH = ('programs.py', 'fetch')
 HOST_VALUES = {
   ('codec.py', 'matrix'): 'a constant under construction',
   ('engine.py', 'end_tokens'): 'of the tokenizer',
-  ('engine.py', 'entry.request.prompt'): 'token ids of the caller',
   ('engine.py', 'prompt'): 'token ids of the caller',
   ('engine.py', 'request.prompt'): 'token ids of the caller',
   ('engine.py', 'self._queue'): 'a list of ids',
