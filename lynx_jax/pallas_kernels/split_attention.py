@@ -145,15 +145,14 @@ def _scores(q, k, held, full):
 
 
 def _weighted_sum(weights, v, held, full):
+  # Here values are dequantised before the product: XLA on CPU fuses that into
+  # the unpacking, while scaling each group's small result took 5 times the
+  # product itself (measured: 1.8 against 0.3 ms at 1,920 tokens, one row).
   code, scale, centre = _code(v, held, full)
-  if v.codec.axis is Axis.CHANNEL:
-    out = jnp.einsum('bknrt,bknht->bknrh', weights, code)
-    out = jnp.sum(out * scale[:, :, :, None], axis=2)
-    mass = jnp.sum(weights, axis=-1)  # B K n TG
-    return out + jnp.einsum('bknr,bknh->bkrh', mass, centre)
-  out = jnp.einsum('bknrt,bknht->bkrh', weights * scale[:, :, :, None], code)
-  mass = jnp.sum(weights * centre[:, :, :, None], axis=(2, 4))
-  return out + mass[..., None]
+  along = -1 if v.codec.axis is Axis.CHANNEL else -2
+  values = code * jnp.expand_dims(scale, along) + jnp.expand_dims(centre, along)
+  out = jnp.einsum('bknht,bknrt->bknhr', values, weights)
+  return jnp.swapaxes(jnp.sum(out, axis=2), 2, 3)
 
 
 def _code(packed, held, full):
