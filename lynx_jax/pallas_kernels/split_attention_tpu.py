@@ -519,9 +519,9 @@ def _kernel(
     full = scalars.residual_tokens[slot] - block * (groups * _GROUP)
     full = jnp.right_shift(full, 7)
   # Positions inside this block from which a query row sees tokens.
-  first = (
-    None if first_ref == () else first_ref[...] - block * (groups * _GROUP)
-  )
+  first = None
+  if not isinstance(first_ref, tuple):
+    first = first_ref[...] - block * (groups * _GROUP)
 
   queries = [
     _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full)

@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TPU kernels in interpret mode: integers exactly, floats within a budget."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from experiments import bf16_attention_tpu
+from lynx_jax import codec as codec_lib
+from lynx_jax import pallas_kernels
+from lynx_jax.config import Axis, Rotation, TensorCodec
+from lynx_jax.pallas_kernels import dispatch, split_attention_tpu, split_kv_tpu
+
+GROUP = 128
+INTERPRET = dispatch.PALLAS_TPU_INTERPRET
+# An interpreted kernel is thousands of small operations: compiling them well
+# would take longer than all of the tests.
+QUICK = {
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+}
+# 16-bit queries and weights leave 1e-4; float32 sums and exp2 the rest.
+BUDGET = 5e-4
+
+CHANNEL, TOKEN = TensorCodec(), TensorCodec(axis=Axis.TOKEN)
+ROTATED = TensorCodec(rotation=Rotation.HADAMARD)
+ROTATED_TOKEN = TensorCodec(axis=Axis.TOKEN, rotation=Rotation.HADAMARD)
+THREE = TensorCodec(planes=(2, 2, 4))
+INT8 = TensorCodec(planes=(8,))
+
+
+def random(shape, seed=0):
+  noise = np.random.default_rng(seed).standard_normal(shape)
+  return jnp.asarray(noise, jnp.bfloat16)
+
+
+def spread(shape, seed=0):
+  """Values of very different size and mean in different channels."""
+  rng = np.random.default_rng(seed)
+  size = np.exp(3 * rng.standard_normal(shape[-2:]))
+  x = (rng.standard_normal(shape) + 5 * rng.standard_normal(shape[-2:])) * size
+  return jnp.asarray(x, jnp.bfloat16)
+
+
+def with_layers(packed, layers=2):
+  """Puts `packed` at layer 1 of a stack whose layer 0 is poison."""
+
+  def stack(x):
+    poison = jnp.nan if x.dtype == jnp.bfloat16 else 0xFF
+    return jnp.stack([jnp.full_like(x, poison)] * (layers - 1) + [x])
+
+  return jax.tree.map(stack, packed)
+
+
+def poisoned(packed, tokens):
+  """Overwrites every group at or above `tokens` of each slot."""
+  held = np.arange(packed.groups)[None] * GROUP < np.asarray(tokens)[:, None]
+
+  def poison(x):
+    keep = np.repeat(held, x.shape[2] // packed.groups, 1)[:, None, :, None]
+    bad = jnp.nan if x.dtype == jnp.bfloat16 else 0xFF
+    return jnp.where(keep, x, jnp.full_like(x, bad))
+
+  return jax.tree.map(poison, packed)
+
+
+def values64(packed, residual_tokens=None):
+  """Reads planes in float64: [B, K, S, H], in the codec's own basis."""
+
+  def read(depth):
+    u = np.asarray(codec_lib.centred(packed, depth), np.float64)
+    u = u + 2 ** (packed.codec.bits - 1)
+    over = -1 if packed.codec.axis is Axis.CHANNEL else -2
+    scale = np.expand_dims(np.asarray(packed.scale, np.float64), over)
+    offset = np.expand_dims(np.asarray(packed.offset, np.float64), over)
+    return offset + scale * u
+
+  x = read(packed.depth)
+  if residual_tokens is not None:
+    end = (np.arange(packed.groups) + 1) * GROUP
+    full = end[None] <= np.asarray(residual_tokens)[:, None]
+    x = np.where(full[:, None, :, None, None], x, read(1))
+  x = np.moveaxis(x, -1, -2)
+  return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def attention64(
+  q,
+  k,
+  v,
+  tokens,
+  *,
+  sinks=0,
+  residual=None,
+  first=None,
+  soft_cap=None,
+  scale=None,
+):
+  """Attention in float64 over the kernel's own packed data."""
+  q = np.asarray(q, np.float64)
+  batch, rows, heads, head_dim = q.shape
+  hadamard = np.asarray(codec_lib.rotate(jnp.eye(head_dim)), np.float64)
+  keys, values = values64(k, residual), values64(v, residual)
+  if k.codec.rotation is Rotation.HADAMARD:
+    keys = keys @ hadamard
+  if v.codec.rotation is Rotation.HADAMARD:
+    values = values @ hadamard
+  q = q.reshape(batch, rows, keys.shape[1], -1, head_dim)
+  scale = head_dim**-0.5 if scale is None else scale
+  logits = np.einsum('btkgh,bksh->btkgs', q, keys) * scale
+  if soft_cap is not None:
+    logits = soft_cap * np.tanh(logits / soft_cap)
+  at = np.arange(keys.shape[2])
+  seen = (at >= sinks) & (at < np.asarray(tokens)[:, None])  # B S
+  seen = np.broadcast_to(seen[:, None], (batch, rows, len(at)))
+  if first is not None:
+    seen = seen & (at >= np.asarray(first)[:, :, None])
+  logits = np.where(seen[:, :, None, None], logits, -np.inf)
+  top = np.max(logits, -1, keepdims=True)
+  top = np.where(np.isinf(top), 0, top)
+  weights = np.exp(logits - top)
+  mass = weights.sum(-1, keepdims=True)
+  out = np.einsum('btkgs,bksh->btkgh', weights, values)
+  out = out / np.where(mass > 0, mass, 1)
+  with np.errstate(divide='ignore'):
+    lse = (np.log(mass) + top)[..., 0]
+  return out.reshape(batch, rows, heads, -1), lse.reshape(batch, rows, heads)
+
+
+def relative(actual, expected):
+  error = np.asarray(actual, np.float64) - expected
+  return np.sqrt(np.mean(error**2) / np.mean(expected**2))
+
+
+class SplitTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (128, 2, 1024, CHANNEL, 4),
+    (64, 3, 384, CHANNEL, 0),
+    (64, 2, 256, TOKEN, 4),
+    (256, 1, 256, THREE, 127),
+    (128, 2, 128, ROTATED, 4),
+    (128, 1, 256, ROTATED_TOKEN, 4),
+    (64, 2, 128, INT8, 1),
+    (128, 1, 2048, TensorCodec(planes=(4,)), 4),
+  )
+  def test_bits_are_those_of_the_codec(self, dim, heads, tokens, codec, sinks):
+    x = spread((2, tokens, heads, dim))
+    x = x.at[:, :, :, 3].set(1.5)  # a constant channel has scale 0
+    expected = codec_lib.split(x, codec, group=GROUP, sinks=sinks)
+    actual = split_kv_tpu.split_tpu(
+      x, codec, group=GROUP, sinks=jnp.int32(sinks), interpret=True
+    )
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+  def test_ties_round_to_even(self):
+    # scale 1, so that every x.5 is a tie; an anchor digit hangs on some.
+    column = np.concatenate([np.arange(64) + 0.5, np.arange(62), [0, 255]])
+    x = np.broadcast_to(column[:, None, None], (128, 1, 64))
+    x = jnp.asarray(x, jnp.bfloat16)
+    expected = codec_lib.split(x[None], CHANNEL, group=GROUP)
+    actual = split_kv_tpu.split_tpu(
+      x[None], CHANNEL, group=GROUP, interpret=True
+    )
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+  def test_public_op_splits_both(self):
+    k, v = random((1, 128, 1, 64)), random((1, 128, 1, 64), 1)
+    results = [
+      pallas_kernels.split_kv(
+        k,
+        v,
+        k_codec=CHANNEL,
+        v_codec=TOKEN,
+        group=GROUP,
+        sinks=4,
+        implementation=implementation,
+      )
+      for implementation in (dispatch.XLA, INTERPRET)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+class MergeTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (128, 2, CHANNEL, 2),
+    (128, 2, CHANNEL, 1),
+    (64, 3, TOKEN, 1),
+    (256, 1, THREE, 2),
+    (128, 1, ROTATED, 2),
+    (64, 1, INT8, 1),
+  )
+  def test_bits_are_those_of_the_codec(self, dim, heads, codec, depth):
+    x = spread((2, 256, heads, dim))
+    packed = codec_lib.split(x, codec, group=GROUP, sinks=4).keep(depth)
+    np.testing.assert_array_equal(
+      pallas_kernels.merge(packed, implementation=INTERPRET),
+      pallas_kernels.merge(packed, implementation=dispatch.XLA),
+    )
+
+
+class AttentionTest(parameterized.TestCase):
+  def check(
+    self,
+    *,
+    dim=128,
+    heads=4,
+    kv_heads=1,
+    rows=1,
+    tokens=(1024, 384),
+    capacity=1024,
+    k_codec=CHANNEL,
+    v_codec=CHANNEL,
+    depth=2,
+    sinks=4,
+    blocks=None,
+    k=None,
+    v=None,
+    q_size=1.0,
+    budget=BUDGET,
+    **options,
+  ):
+    batch = len(tokens)
+    shape = (batch, capacity, kv_heads, dim)
+    k = random(shape) if k is None else k
+    v = random(shape, 1) if v is None else v
+    q = random((batch, rows, heads, dim), 2).astype(jnp.float32) * q_size
+
+    def pack(x, codec):
+      packed = codec_lib.split(x, codec, group=GROUP, sinks=sinks).keep(depth)
+      return packed, with_layers(poisoned(packed, tokens))
+
+    k, k_stack = pack(k, k_codec)
+    v, v_stack = pack(v, v_codec)
+    kwargs = {
+      'layer': 1,
+      'prefix_tokens': jnp.asarray(tokens, jnp.int32),
+      'sinks': sinks,
+      'logits_scale': dim**-0.5,
+      'block_sizes': blocks or split_attention_tpu.BlockSizes(tokens=1024),
+      'interpret': True,
+    }
+    first, residual = options.get('first'), options.get('residual')
+    if first is not None:
+      kwargs['first_tokens'] = jnp.asarray(first, jnp.int32)
+    if residual is not None:
+      kwargs['residual_tokens'] = jnp.asarray(residual, jnp.int32)
+    if options.get('soft_cap') is not None:
+      kwargs['soft_cap'] = options['soft_cap']
+    out, lse = jax.jit(
+      lambda q, k, v: split_attention_tpu.split_attention_tpu(q, k, v, **kwargs),
+      compiler_options=QUICK,
+    )(q, k_stack, v_stack)
+    expected, expected_lse = attention64(
+      q, k, v, tokens, sinks=sinks, **options
+    )
+    self.assertLess(relative(out, expected), budget)
+    some = np.isfinite(expected_lse)
+    np.testing.assert_array_equal(np.isfinite(lse), some)
+    np.testing.assert_allclose(
+      np.asarray(lse)[some], expected_lse[some], atol=2e-3, rtol=1e-4
+    )
+    np.testing.assert_array_equal(np.asarray(out)[~some], 0)
+
+  @parameterized.parameters(
+    {'dim': 64, 'heads': 9, 'kv_heads': 3, 'depth': 1},
+    {'dim': 64, 'heads': 2, 'kv_heads': 1, 'rows': 4},
+    {'dim': 128, 'heads': 8, 'kv_heads': 2, 'depth': 1},
+    {'dim': 128, 'heads': 2, 'kv_heads': 2},
+    {'dim': 128, 'heads': 4, 'kv_heads': 1, 'rows': 16},
+    {'dim': 256, 'heads': 4, 'kv_heads': 1},
+    {'dim': 256, 'heads': 2, 'kv_heads': 1, 'rows': 3, 'depth': 1},
+  )
+  def test_heads_and_rows(self, **case):
+    self.check(**case)
+
+  @parameterized.parameters(
+    (TOKEN, CHANNEL, 2),
+    (CHANNEL, TOKEN, 1),
+    (ROTATED, ROTATED_TOKEN, 2),
+    (THREE, CHANNEL, 1),
+    (THREE, THREE, 3),
+    (INT8, INT8, 1),
+    (TensorCodec(planes=(4,)), TensorCodec(planes=(4,)), 1),
+  )
+  def test_codecs(self, k_codec, v_codec, depth):
+    self.check(
+      k_codec=k_codec, v_codec=v_codec, depth=depth, tokens=(256,), capacity=256
+    )
+
+  @parameterized.parameters(((0, 0),), ((0, 2048),), ((128, 1152),))
+  def test_ragged_slots_and_blocks(self, tokens):
+    if any(tokens):
+      self.check(tokens=tokens, capacity=2048)
+    else:
+      packed = with_layers(
+        codec_lib.split(random((2, 256, 1, 64)), CHANNEL, group=GROUP)
+      )
+      out, lse = split_attention_tpu.split_attention_tpu(
+        random((2, 1, 1, 64)),
+        packed,
+        packed,
+        layer=1,
+        prefix_tokens=jnp.zeros(2, jnp.int32),
+        logits_scale=1.0,
+        interpret=True,
+      )
+      np.testing.assert_array_equal(out, 0)
+      np.testing.assert_array_equal(lse, -np.inf)
+
+  def test_head_blocks(self):
+    blocks = split_attention_tpu.BlockSizes(tokens=1024, heads=2)
+    self.check(heads=4, kv_heads=4, capacity=2048, blocks=blocks)
+
+  def test_tiles_share_a_product(self):
+    blocks = split_attention_tpu.BlockSizes(tokens=1024, tiles_per_dot=2)
+    self.check(dim=64, blocks=blocks, tokens=(640,), capacity=768)
+
+  @parameterized.parameters(((0, 384),), ((640, 128),), ((1024, 0),))
+  def test_residual_tokens(self, residual):
+    self.check(residual=residual)
+
+  def test_window(self):
+    first = ((0, 1100), (130, 300))
+    self.check(
+      rows=2, first=first, tokens=(2048, 384), capacity=2048, heads=2
+    )
+
+  def test_soft_cap(self):
+    self.check(soft_cap=5.0, q_size=6.0)
+
+  def test_block_table(self):
+    k, v = (
+      codec_lib.split(random((2, 512, 2, 64), n), CHANNEL, group=GROUP)
+      for n in range(2)
+    )
+    # Slot 0 reads slot 1's first groups (a shared prefix), then its own.
+    table = np.array([[4, 5, 1, 99], [7, 6, 0, 0]])
+    tokens = (384, 256)
+
+    def paged(packed):
+      def gather(x):
+        x = np.asarray(x).reshape(2, 2, packed.groups, -1, x.shape[-1])
+        x = np.moveaxis(x, 2, 1).reshape(8, *x.shape[1:2], *x.shape[3:])
+        x = np.moveaxis(x[np.minimum(table, 7)], 1, 2)
+        return jnp.asarray(x.reshape(2, 2, -1, x.shape[-1]))
+
+      return jax.tree.map(gather, packed)
+
+    q = random((2, 1, 4, 64), 3)
+    out, _ = split_attention_tpu.split_attention_tpu(
+      q,
+      with_layers(k),
+      with_layers(v),
+      layer=1,
+      prefix_tokens=jnp.asarray(tokens, jnp.int32),
+      logits_scale=0.125,
+      block_table=jnp.asarray(table, jnp.int32),
+      interpret=True,
+    )
+    expected, _ = attention64(q, paged(k), paged(v), tokens)
+    self.assertLess(relative(out, expected), BUDGET)
+
+  def test_hard_logits(self):
+    # K's common mean of 10 sigma costs nothing: it is in the offset.
+    self.check(k=random((2, 1024, 1, 128)) + 10, q_size=1.0)
+    self.check(q_size=6.0)
+
+  def test_sink_among_diffuse_tokens(self):
+    # One token 12 nats above 8k others, whose weights of 6e-6 have 16 bits
+    # wherever the sink is not in their own group.
+    tokens = 8192
+    k = random((1, tokens, 1, 64)) * jnp.bfloat16(0.3)
+    v = random((1, tokens, 1, 64), 1)
+    q = random((1, 1, 4, 64), 2)
+    push = q[0, 0].mean(0).astype(jnp.float32)
+    push = push * 12 * 8 / (push @ push)
+    k = k.at[0, 700, 0].set(push.astype(jnp.bfloat16))
+    self.check(
+      dim=64, k=k, v=v, tokens=(tokens,), capacity=tokens, budget=0.006
+    )
+
+  def test_agrees_with_xla(self):
+    k = codec_lib.split(random((1, 256, 2, 64)), CHANNEL, group=GROUP)
+    v = codec_lib.split(random((1, 256, 2, 64), 1), CHANNEL, group=GROUP)
+    results = [
+      pallas_kernels.split_attention(
+        random((1, 2, 4, 64), 2).astype(jnp.float32),
+        with_layers(k),
+        with_layers(v),
+        layer=1,
+        prefix_tokens=jnp.array([256], jnp.int32),
+        sinks=4,
+        logits_scale=0.125,
+        implementation=implementation,
+      )
+      for implementation in (dispatch.XLA, INTERPRET)
+    ]
+    for actual, expected in zip(*results, strict=True):
+      self.assertLess(relative(actual, np.asarray(expected)), BUDGET)
+
+  def test_a_steps_copies_race_with_nothing(self):
+    from jax.experimental.pallas import tpu as pltpu
+
+    tokens = (2048, 128)
+    packed = codec_lib.split(random((2, 2048, 1, 64)), CHANNEL, group=GROUP)
+    q = random((2, 1, 1, 64), 2)
+    out, _ = split_attention_tpu.split_attention_tpu(
+      q,
+      with_layers(packed),
+      with_layers(packed),
+      layer=1,
+      prefix_tokens=jnp.asarray(tokens, jnp.int32),
+      residual_tokens=jnp.asarray((1024, 0), jnp.int32),
+      logits_scale=0.125,
+      block_sizes=split_attention_tpu.BlockSizes(tokens=1024),
+      interpret=pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory='nan'
+      ),
+    )
+    expected, _ = attention64(
+      q, packed, packed, tokens, residual=(1024, 0)
+    )
+    self.assertLess(relative(out, expected), BUDGET)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    self.assertFalse(interpret_pallas_call.races.races_found)
+
+
+class DispatchTest(parameterized.TestCase):
+  def split(self, implementation, group=GROUP, dim=64):
+    x = random((1, 128, 1, dim))
+    return pallas_kernels.split_kv(
+      x,
+      x,
+      k_codec=CHANNEL,
+      v_codec=CHANNEL,
+      group=group,
+      implementation=implementation,
+    )
+
+  def test_none_says_why(self):
+    with dispatch.record() as choices:
+      self.split(None)
+    self.assertEqual(
+      str(choices[0]), 'split_kv runs as xla: the backend is cpu'
+    )
+
+  def test_a_named_kernel_never_falls_back(self):
+    with pytest.raises(pallas_kernels.Unsupported, match='group=32.*128'):
+      self.split(INTERPRET, group=32)
+    with pytest.raises(pallas_kernels.Unsupported, match='head_dim=32.*64'):
+      self.split(INTERPRET, dim=32)
+
+  def test_narrow_planes_name_the_nearest(self):
+    x = random((1, 128, 1, 64))
+    with pytest.raises(pallas_kernels.Unsupported, match='4 bits or more'):
+      split_kv_tpu.split_tpu(
+        x, TensorCodec(planes=(2,)), group=GROUP, interpret=True
+      )
+
+  def test_an_unknown_name_is_refused(self):
+    with pytest.raises(ValueError, match="'cuda' must be None or one of"):
+      self.split('cuda')
+
+
+class BlockSizesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    split_attention_tpu.BlockSizes, split_kv_tpu.BlockSizes
+  )
+  def test_are_validated(self, kind):
+    with pytest.raises(ValueError, match='tokens=1000 must be a multiple'):
+      kind(tokens=1000)
+    with pytest.raises(ValueError, match='heads=0 must be positive'):
+      kind(heads=0)
+
+
+class YardstickTest(absltest.TestCase):
+  def test_bf16_attention(self):
+    k, v = (random((1, 2, 2, 256, 64), n) for n in range(2))
+    q = random((2, 2, 4, 64), 2)
+    tokens = np.array([256, 100], np.int32)
+    out, lse = bf16_attention_tpu.bf16_attention_tpu(
+      q,
+      k,
+      v,
+      layer=0,
+      prefix_tokens=jnp.asarray(tokens),
+      logits_scale=0.125,
+      block_tokens=128,
+      block_heads=2,
+      interpret=True,
+    )
+    keys, values = (np.asarray(x[0], np.float64) for x in (k, v))
+    rows = np.asarray(q, np.float64).reshape(2, 2, 2, 2, 64)
+    logits = np.einsum('btkgh,bksh->btkgs', rows, keys) / 8
+    seen = np.arange(256) < tokens[:, None]
+    weights = np.where(seen[:, None, None, None], np.exp(logits), 0)
+    mass = weights.sum(-1)
+    expected = np.einsum('btkgs,bksh->btkgh', weights, values) / mass[..., None]
+    self.assertLess(relative(out, expected.reshape(2, 2, 4, 64)), 0.01)
+    np.testing.assert_allclose(
+      lse, np.log(mass).reshape(2, 2, 4), atol=0.01
+    )
+
+
