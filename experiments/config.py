@@ -42,10 +42,13 @@ def base() -> ml_collections.ConfigDict:
       # Runs of every scheme and mode, interleaved in random order.
       'repeats': 2,
       'seed': 0,
-      # A text file, or the name of a shipped prompt (experiments/prompts).
+      # A text file, or the name of a shipped prompt (experiments/prompts);
+      # several with commas between.
       'prompt_file': 'book',
       # The text is cut to so many tokens; a shorter one stays as it is.
       'prompt_tokens': 1984,
+      # Other lengths for the prompts, in their order, with commas between.
+      'prompt_lengths': '',
       'output_tokens': 48,
       # Devices to make of the CPU, where JAX runs on it.
       'cpu_devices': 2,
@@ -87,6 +90,10 @@ def base() -> ml_collections.ConfigDict:
         'rtt_ms': 1.0,
         'share': 0.60,
       },
+      # Comma-separated values to go through instead of one rate and one RTT.
+      'sweep': {'link_gbps': '', 'rtt_ms': ''},
+      # A last run that measures acceptance alone; no tokens, no run.
+      'acceptance': {'draft_tokens': 8, 'output_tokens': 0},
     }
   )
 
@@ -133,6 +140,14 @@ class Scheme:
     planes = len(self.codec.k.planes)
     return f'planes:{planes}' if planes else 'dense'
 
+  @property
+  def is_speculative(self) -> bool:
+    """Whether anything travels after the Anchor."""
+    tensors = [self.codec.k, self.codec.v]
+    for layers in self.codec.layers:
+      tensors += [layers.k, layers.v]
+    return any(len(tensor.planes) > 1 for tensor in tensors)
+
   def engine(self, base_engine: EngineConfig, mode: Mode) -> EngineConfig:
     """Returns the engine's config for this scheme and mode."""
     return dataclasses.replace(base_engine, order=self.order, mode=mode)
@@ -172,23 +187,35 @@ class Settings:
   modes: tuple[Mode, ...]
   repeats: int
   seed: int
-  prompt_file: str
-  prompt_tokens: int
+  prompts: tuple[tuple[str, int], ...]
   output_tokens: int
   cpu_devices: int
   model_path: str
   model_dtype: str
   engine: EngineConfig
   link: Link
+  sweep_gbps: tuple[float, ...]
+  sweep_rtt_ms: tuple[float, ...]
+  acceptance_drafts: int
+  acceptance_tokens: int
 
   def __post_init__(self):
-    for name in ('repeats', 'prompt_tokens', 'output_tokens', 'cpu_devices'):
+    for name in ('repeats', 'output_tokens', 'cpu_devices'):
       value = getattr(self, name)
       require(value > 0, f'{name}={value} must be positive')
     require(
       self.seed >= 0, f'seed={self.seed} must not be negative (it is 32 bits)'
     )
-    require(bool(self.prompt_file), "prompt_file='' must name a text file")
+    require(bool(self.prompts), "prompt_file='' must name a text file")
+    require(
+      self.acceptance_tokens >= 0,
+      f'acceptance.output_tokens={self.acceptance_tokens} must be 0 or more',
+    )
+    most = self.engine.verify_rows - 1
+    require(
+      1 <= self.acceptance_drafts <= most,
+      f'acceptance.draft_tokens={self.acceptance_drafts} must be in 1..{most}',
+    )
     require(bool(self.model_path), "model.path='' must name a model")
     require(
       self.model_dtype in ('float32', 'bfloat16'),
@@ -224,14 +251,17 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     modes=tuple(Mode(name) for name in _names('mode', values.mode, modes)),
     repeats=values.repeats,
     seed=values.seed,
-    prompt_file=str(values.prompt_file),
-    prompt_tokens=values.prompt_tokens,
+    prompts=_prompts(values),
     output_tokens=values.output_tokens,
     cpu_devices=values.cpu_devices,
     model_path=str(values.model.path),
     model_dtype=values.model.dtype,
     engine=engine,
     link=Link(**values.link.to_dict()),
+    sweep_gbps=_numbers('sweep.link_gbps', values.sweep.link_gbps),
+    sweep_rtt_ms=_numbers('sweep.rtt_ms', values.sweep.rtt_ms, least=0.0),
+    acceptance_drafts=values.acceptance.draft_tokens,
+    acceptance_tokens=values.acceptance.output_tokens,
   )
 
 
@@ -327,6 +357,41 @@ def _names(field: str, value: Any, known: Iterable[str]) -> tuple[str, ...]:
       + _hint(name, known),
     )
   return tuple(dict.fromkeys(names))
+
+
+def _prompts(values: Any) -> tuple[tuple[str, int], ...]:
+  """Returns every prompt's file with the length that it is cut to."""
+  files = [f.strip() for f in str(values.prompt_file).split(',') if f.strip()]
+  lengths = [
+    int(n) for n in _numbers('prompt_lengths', values.prompt_lengths, least=1)
+  ]
+  lengths = lengths or [values.prompt_tokens] * len(files)
+  require(
+    len(lengths) == len(files),
+    f'prompt_lengths={values.prompt_lengths!r} has {len(lengths)} values for '
+    f'{len(files)} prompts; give one each, or none',
+  )
+  return tuple(zip(files, lengths, strict=True))
+
+
+def _numbers(
+  field: str, value: Any, least: float | None = None
+) -> tuple[float, ...]:
+  """Parses numbers with commas between: at least `least`, or positive."""
+  if not isinstance(value, str):
+    value = ','.join(map(str, value))
+  parts = [part.strip() for part in value.split(',') if part.strip()]
+  try:
+    numbers = tuple(map(float, parts))
+  except ValueError:
+    numbers = (math.nan,)
+  good = (n > 0 if least is None else n >= least for n in numbers)
+  require(
+    all(good) and all(map(math.isfinite, numbers)),
+    f'{field}={value!r} must be numbers with commas between, each '
+    + ('above 0' if least is None else f'at least {least:g}'),
+  )
+  return numbers
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

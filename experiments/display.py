@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 from rich import box, console, live, table, text
 
+from experiments import config, summaries
+
 PROVISIONAL_STYLE = 'dim underline'
 
 # Decodes token ids to text; a text that ends inside a character may hold
@@ -85,7 +87,7 @@ class Screen:
       records: of one study; see `columns_of`.
     """
     records = list(records)
-    modes = dict.fromkeys(r['mode'] for r in records if _is_shown(r))
+    modes = sorted({r['mode'] for r in records if _is_shown(r)}, reverse=True)
     for mode in modes:
       columns = columns_of([r for r in records if r.get('mode') == mode])
       grid = table.Table(
@@ -198,11 +200,10 @@ def columns_of(
   Args:
     records: of one mode; only `request` records are taken.
   """
-  from experiments import latency
-
   records = [r for r in records if _is_shown(r)]
-  schemes = dict.fromkeys(r['scheme'] for r in records)
-  fastest = {name: latency.fastest_form(records, name) for name in schemes}
+  order = list(config.SCHEMES)
+  schemes = sorted({r['scheme'] for r in records}, key=order.index)
+  fastest = {name: summaries.fastest_form(records, name) for name in schemes}
   verified: dict[str, list] = {name: [] for name in schemes}
   for record in records:
     if record.get('form') != 'plain':
@@ -244,16 +245,12 @@ def _over(value: float | None, other: float | None) -> str:
 
 
 def _over_int8(group, peers) -> str:
-  from experiments import latency
-
-  ratio = latency.ttft_over(group, peers.get('int8', []))
+  ratio = summaries.ttft_over(group, peers.get('int8', []))
   return _over(ratio, 1.0)
 
 
 def _over_bound(group, _) -> str:
-  from experiments import latency
-
-  return _over(latency.ttft_over_bound(group), 1.0)
+  return _over(summaries.ttft_over_bound(group), 1.0)
 
 
 def _acceptance(group, _) -> str:

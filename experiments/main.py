@@ -83,7 +83,8 @@ def main(argv: Sequence[str], study: Study | None = None) -> int:
 def _run(argv: Sequence[str], study: Study | None) -> int:
   values, workdir = parse(argv)
   settings = config.settings(values)
-  prompts.read(settings.prompt_file)  # a mistake shows before anything runs
+  for file, _ in settings.prompts:
+    prompts.read(file)  # a mistake shows before anything runs
   with results.Writer(workdir) as writer, display.screen() as screen:
     if writer.isolated:
       screen.note(

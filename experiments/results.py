@@ -58,8 +58,9 @@ REQUEST_FIELDS = (
   'versions',
   'seed',
 )
-# Besides the contract: which repeat, and what a reader needs to pair records.
-EXTRA_FIELDS = ('request', 'repeat', 'prompt', 'form')
+# Besides the contract: what a reader needs to pair records, and (drafted,
+# accepted) of every verification.
+EXTRA_FIELDS = ('request', 'repeat', 'prompt', 'form', 'rounds')
 
 # How a figure came to be: it ran here, the compiler counted it, or a model or
 # an assumption enters.
@@ -110,6 +111,8 @@ def summary_record(
   value: float | bool | None,
   unit: str,
   n: int,
+  low: float | None = None,
+  high: float | None = None,
   *,
   label: str = 'measured',
 ) -> dict[str, Any]:
@@ -120,6 +123,7 @@ def summary_record(
     value: None if it could not be formed.
     unit: '' for a plain number.
     n: how many measurements are in it.
+    low, high: its 90 % interval, if there is one.
     label: one of LABELS.
   """
   if label not in LABELS:
@@ -131,6 +135,8 @@ def summary_record(
     'unit': unit,
     'label': label,
     'n': n,
+    'low': low,
+    'high': high,
   }
 
 

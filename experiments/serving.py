@@ -4,9 +4,10 @@
 It chooses no order of runs and forms no figure over several of them.
 """
 
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +15,7 @@ from flax import nnx
 
 from experiments import config, display, results
 from lynx_jax import timeline
-from lynx_jax.config import ModelConfig
+from lynx_jax.config import EngineConfig, ModelConfig
 from lynx_jax.engine import Engine, Form, Request, Result
 from lynx_jax.models import presets, weights
 from lynx_jax.models.tokenizer import Tokenizer
@@ -99,20 +100,34 @@ def load(path: str, dtype: str) -> Model:
   )
 
 
-def connect_engine(
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """An engine and the link under it."""
+
+  engine: Engine
+  link: Link
+
+  def tune(self, rate_gbps: float, rtt_ms: float) -> None:
+    """Changes an emulated link; no request may be under way."""
+    assert isinstance(self.link, EmulatedLink)
+    self.link.rate_gbps, self.link.rtt_ms = rate_gbps, rtt_ms
+
+
+@contextlib.contextmanager
+def connect(
   model: Model,
   scheme: config.Scheme,
-  engine: Any,
+  engine: EngineConfig,
   *,
   rate_gbps: float | None = None,
   rtt_ms: float = 0.0,
-) -> Engine:
-  """Returns an engine for a scheme over a link; close it after use.
+) -> Iterator[Line]:
+  """Yields an engine for a scheme over a link, and closes it.
 
   Args:
     model: where it runs.
     scheme: its codec.
-    engine: its `EngineConfig`.
+    engine: its static sizes and policies.
     rate_gbps: of the emulated link; None copies as fast as it goes.
     rtt_ms: of the emulated link.
   """
@@ -120,15 +135,15 @@ def connect_engine(
   link: Link = DeviceLink(to)
   if rate_gbps is not None:
     link = EmulatedLink(to, rate_gbps=rate_gbps, rtt_ms=rtt_ms)
-  return Engine(
+  with Engine(
     model.prefill,
     model.decode,
     scheme.codec,
     engine,
     connect=lambda cut: Courier(Scheduler(_RESIDUAL_WINDOW_BYTES), link, cut),
     end_tokens=sorted(model.tokenizer.ends),
-    latency_s=rtt_ms / 2e3,
-  )
+  ) as running:
+    yield Line(running, link)
 
 
 def run_request(
@@ -213,6 +228,7 @@ def record(
     drafted=result.drafted,
     accepted=result.accepted,
     retracted=result.retracted,
+    rounds=result.rounds,
     equal_to_reference=result.tokens == reference if verified else None,
     equal_to_bf16=(
       result.tokens == bf16 if verified and bf16 is not None else None

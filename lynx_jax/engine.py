@@ -231,7 +231,6 @@ class Engine:
     connect: makes the transport, given the function that cuts payloads; it
       must deliver to the devices of `decode_model`.
     end_tokens: ids after which nothing follows.
-    latency_s: of the control channel, one way.
   """
 
   def __init__(
@@ -243,7 +242,6 @@ class Engine:
     *,
     connect: Callable[[Cut], Transport],
     end_tokens: Sequence[int] = (),
-    latency_s: float = 0.0,
   ):
     model = decode_model.config
     check_together(model, codec, config)
@@ -284,7 +282,6 @@ class Engine:
       Prefill(prefill_model, codec, config),
       self.wire,
       connect,
-      latency_s=latency_s,
     )
 
   def __enter__(self) -> 'Engine':

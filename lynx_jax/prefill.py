@@ -109,7 +109,8 @@ def chunk_attention(
 ) -> Float32[Array, '1 C N H']:
   """Attends causally to all tokens up to each row's own position.
 
-  Keys are taken in blocks of C, with a running maximum and sum (arXiv:2112.05682, algorithm in §2).
+  Keys are taken in blocks of C, with a running maximum and sum
+  (arXiv:2112.05682, algorithm in §2).
 
   Args:
     q: queries of the chunk, RoPE applied.

@@ -70,7 +70,6 @@ class Sender:
     prefill: the programs.
     wire: format of the transfers.
     connect: makes the transport, given the function that cuts payloads.
-    latency_s: of the control channel, one way.
   """
 
   def __init__(
@@ -78,10 +77,8 @@ class Sender:
     prefill: Prefill,
     wire: WireFormat,
     connect: Callable[[Cut], Transport],
-    *,
-    latency_s: float = 0.0,
   ):
-    self._prefill, self._wire, self._latency_s = prefill, wire, latency_s
+    self._prefill, self._wire = prefill, wire
     self._jobs: dict[int, _Job] = {}
     # Held while chunks are offered or a request is dropped: nothing may be
     # offered after its transfer was cancelled.
@@ -170,7 +167,7 @@ class Sender:
       try:
         self._compute(job)
       except Exception as error:  # reaches the caller as a record
-        seen_s = time.monotonic() + self._latency_s
+        seen_s = time.monotonic() + self.transport.latency_s
         self._records.put(PrefillFailed(job.request, error, seen_s))
 
   def _compute(self, job: _Job) -> None:
@@ -201,7 +198,7 @@ class Sender:
         prompt.token,
         tuple(job.critical),
         end_s,
-        end_s + self._latency_s,
+        end_s + self.transport.latency_s,
       )
     )
 

@@ -31,7 +31,7 @@ def _settings(**fields) -> config.Settings:
 @pytest.mark.parametrize('arg', [None, 'code'])
 def test_config_files_are_valid_and_say_how_to_run(file, arg):
   settings = config.settings(file.get_config(arg))
-  assert settings.prompt_file == (arg or 'book')
+  assert [file for file, _ in settings.prompts] == [arg or 'book']
   for word in ('Cost:', 'Expected:', 'python -m experiments.main --config='):
     assert word in file.__doc__
 

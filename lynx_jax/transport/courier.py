@@ -41,6 +41,10 @@ class Arrival:
 class Transport(Protocol):
   """What an engine needs of the wire."""
 
+  @property
+  def latency_s(self) -> float:
+    """One way; that of the control channel too, which shares the path."""
+
   def offer(
     self,
     chunks: Iterable[streams.Chunk],
@@ -98,6 +102,10 @@ class Courier:
       target=self._run, name='lynx-courier', daemon=True
     )
     self._thread.start()
+
+  @property
+  def latency_s(self) -> float:
+    return self._link.latency_s
 
   def __enter__(self) -> 'Courier':
     return self
@@ -297,6 +305,7 @@ class ScriptedCourier:
   def __init__(self, link: links.Link, cut: Cut, script: Script):
     self._link, self._cut, self._script = link, cut, script
     self._under_way: dict[streams.ChunkKey, streams.Chunk] = {}
+    self.latency_s = 0.0
 
   def offer(
     self,

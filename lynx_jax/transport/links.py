@@ -41,6 +41,10 @@ class Link(Protocol):
   def free_s(self) -> float:
     """When it can take the next payload, once the last copy has ended."""
 
+  @property
+  def latency_s(self) -> float:
+    """One way, from the end of a payload to the receiver."""
+
   def send(self, payload: Payload, size_bytes: int, ready_s: float) -> Flight:
     """Starts to move the payload, which is ready since `ready_s`."""
 
@@ -53,6 +57,8 @@ class DeviceLink:
       sharding, or a pytree of them), or a function of the payload that
       returns it.
   """
+
+  latency_s = 0.0
 
   def __init__(self, destination: Any | Callable[[Payload], Any]):
     self._destination = destination
@@ -104,10 +110,14 @@ class EmulatedLink:
     self.rate_gbps = rate_gbps
     self.rtt_ms = rtt_ms
 
+  @property
+  def latency_s(self) -> float:
+    return self.rtt_ms / 2e3
+
   def send(self, payload: Payload, size_bytes: int, ready_s: float) -> Flight:
     start_s = max(ready_s, self.free_s)
     self.free_s = start_s + size_bytes * 8 / (self.rate_gbps * 1e9)
     copy = self._copy.send(payload, size_bytes, start_s)
     return dataclasses.replace(
-      copy, end_s=self.free_s, latency_s=self.rtt_ms / 2e3
+      copy, end_s=self.free_s, latency_s=self.latency_s
     )

@@ -3,7 +3,7 @@
 
 import pytest
 
-from experiments import latency, results
+from experiments import results, summaries
 
 
 def _request(scheme, *, exposed_s, prefill_s=3.0, repeat=0, **more):
@@ -20,8 +20,8 @@ def _request(scheme, *, exposed_s, prefill_s=3.0, repeat=0, **more):
 
 
 def _summaries(records, constants=None, **more):
-  constants = constants or latency.Constants()
-  found = latency.summaries(records, constants, **more)
+  constants = constants or summaries.Constants()
+  found = summaries.summaries(records, constants, **more)
   return {record['name']: record for record in found}
 
 
@@ -43,6 +43,11 @@ def test_names_are_those_of_the_contract():
     'anchor_step_over_bf16_step',
     'recompiles_after_warmup',
     'fetches_per_draft_round',
+    'commit_lag_verify_passes',
+    'done_lynx_over_int8',
+    'commit_lag_plain',
+    'done_lynx_over_int8_plain',
+    'lead_used_up_at_token',
   }
 
 
@@ -124,7 +129,7 @@ def test_equality_is_of_the_verify_form_and_needs_every_request():
 
 
 def test_constants_and_suffix():
-  constants = latency.Constants(
+  constants = summaries.Constants(
     anchor_step_over_bf16_step=0.8,
     steps=20,
     recompiles_after_warmup=0,
@@ -140,3 +145,38 @@ def test_other_modes_are_left_out():
   records = [_request('lynx', exposed_s=1.0, share=0.6)]
   assert _summaries(records)['share']['value'] == 0.6
   assert _summaries(records, mode='overlapped')['share']['value'] is None
+
+
+def test_commit_lags_are_medians_of_exposed_times():
+  """Token 2 lags by 1, 2 and 9 s: 2; token 3 by -1 in all."""
+  pairs = [
+    (
+      _request('lynx', exposed_s=1.0, commit_times_s=[4.0, 6.0 + lag, 7.0]),
+      # A second of prefill more must not count.
+      _request(
+        'int8', exposed_s=1.0, prefill_s=4.0, commit_times_s=[5.0, 7.0, 9.0]
+      ),
+    )
+    for lag in (1.0, 2.0, 9.0)
+  ]
+  assert summaries.commit_lags(pairs) == pytest.approx([2.0, -1.0])
+
+
+def test_acceptance_counts_full_rounds_alone():
+  run = {
+    'draft_tokens': 4,
+    'rounds': [(4, 4), (4, 2), (3, 0)],
+    'token_ids': [1, 2, 3, 4, 1, 2, 3, 4],
+  }
+  found = {r['name']: r for r in summaries.acceptance([run])}
+  assert found['acceptance_gamma4']['value'] == pytest.approx(6 / 8)
+  assert found['acceptance_gamma4_rounds']['value'] == 2
+  # 1234 2341 3412 4123 1234
+  distinct = found['acceptance_gamma4_distinct_4grams']['value']
+  assert distinct == pytest.approx(4 / 5)
+
+
+def test_interval_holds_the_median_and_needs_three():
+  assert summaries.interval([1.0, 2.0]) == (None, None)
+  low, high = summaries.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+  assert 1.0 <= low < 3.0 < high <= 5.0

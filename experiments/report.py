@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes `report.html` and its PNGs from the records of a work directory.
+
+    python -m experiments.report --workdir=runs/demo
+
+It runs nothing and measures nothing: the same records give the same report.
+The page holds its figures, so that it can be sent as one file and opens
+without a network.
+"""
+
+import base64
+import collections
+import contextlib
+import html
+import io
+import json
+import os
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from experiments import results
+
+FILE = 'report.html'
+
+USER_MISTAKE = 2
+INTERRUPTED = 130
+
+Record = Mapping[str, Any]
+
+
+class ReportError(Exception):
+  """There is nothing to report; the message says what to do."""
+
+
+def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
+  """Writes the report of a work directory next to its records.
+
+  Args:
+    workdir: where `results.jsonl` is.
+
+  Returns:
+    The path of `report.html`.
+
+  Raises:
+    ReportError: there are no records, or a line of them is broken.
+    OSError: a file cannot be read or written.
+  """
+  folder = pathlib.Path(workdir)
+  page, images = render(_read(folder / results.FILE))
+  for name, data in images.items():
+    _replace(folder / name, data)
+  path = folder / FILE
+  _replace(path, page.encode('utf-8'))
+  return path
+
+
+def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
+  """Forms the page and its images; a pure function of the records.
+
+  Args:
+    records: as `results.read` yields them. Besides requests, events and
+      summaries, a record of kind `run` may hold `command` and `config`.
+
+  Returns:
+    The text of the page, and PNGs by file name.
+
+  Raises:
+    ReportError: there is no request among them.
+  """
+  from experiments import figures
+
+  records = list(records)
+  groups: dict[Any, list[figures.Trace]] = {}
+  for trace in traces(records):
+    groups.setdefault((trace['study'], trace['model']), []).append(trace)
+  if not groups:
+    raise ReportError('there is no request in the records; run a study first')
+  images: dict[str, bytes] = {}
+  parts = []
+  for (study, model), group in groups.items():
+    prefix = f'{_slug(study)}-{_slug(model)}-' if len(groups) > 1 else ''
+    parts.append(f'<h2>{_text(study or "study")}: {_text(model or "")}</h2>')
+    parts.append(_comparison(group))
+    for drawing in figures.draw(group):
+      name = f'{prefix}{drawing.name}.png'
+      png, svg = io.BytesIO(), io.BytesIO()
+      figures.save(drawing, png, 'png')
+      figures.save(drawing, svg, 'svg')
+      images[name] = png.getvalue()
+      parts.append(_figure(drawing, name, svg.getvalue()))
+    parts.append(_requests(group))
+  everything = [trace for group in groups.values() for trace in group]
+  body = [
+    _head(everything),
+    *_summaries(records),
+    *parts,
+    *_origin(records, everything),
+  ]
+  title = ', '.join(dict.fromkeys(str(study) for study, _ in groups))
+  return _PAGE.format(title=_text(title), body='\n'.join(body)), images
+
+
+def traces(records: Iterable[Record]) -> list[Any]:
+  """Puts requests together with their events.
+
+  A file may hold several runs, whose requests have the same names: an event
+  belongs to the last request of its name, or to the next if there is none.
+  """
+  from experiments import figures
+
+  found: list[tuple[dict[str, Any], list[Record]]] = []
+  last: dict[str, list[Record]] = {}
+  for record in records:
+    name = json.dumps(record.get('request'), sort_keys=True)
+    if record.get('kind') == 'event':
+      last.setdefault(name, []).append(record)
+    elif record.get('kind') == 'request':
+      early = last.get(name)
+      taken = early is None or any(early is events for _, events in found)
+      events: list[Record] = [] if early is None or taken else early
+      last[name] = events
+      # Records of other versions may lack fields: they are not known.
+      fields = dict.fromkeys(results.REQUEST_FIELDS) | dict(record)
+      found.append((fields, events))
+  return [figures.Trace(record, tuple(events)) for record, events in found]
+
+
+def _read(path: pathlib.Path) -> list[Record]:
+  """Returns the records; a last line that is being written is left out."""
+  records: list[Record] = []
+  try:
+    for record in results.read(path):
+      if isinstance(record, dict):
+        records.append(record)
+  except ValueError as error:
+    with path.open('rb') as file:
+      file.seek(0, os.SEEK_END)
+      size = file.tell()
+      file.seek(max(0, size - 1))
+      whole = file.read() == b'\n'
+    if whole or not records:
+      raise ReportError(f'{error}; remove that line') from error
+  return records
+
+
+def _replace(path: pathlib.Path, data: bytes) -> None:
+  """Writes a file so that nobody ever sees half of it."""
+  part = path.with_name(path.name + '.part')
+  try:
+    part.write_bytes(data)
+    part.replace(path)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      part.unlink()
+    raise
+
+
+# --- The page -----------------------------------------------------------------
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Lynx report: {title}</title>
+<style>
+body {{ margin: 0 auto; padding: 1rem 1.5rem 4rem; max-width: 62rem;
+  font: 1rem/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; }}
+h1, h2, h3 {{ line-height: 1.2; margin: 2.2rem 0 .6rem; }}
+figure {{ margin: 0; }}
+figure img {{ width: 100%; height: auto; }}
+figcaption, .note {{ color: #444; font-size: .92rem; max-width: 46rem; }}
+.scroll {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-size: .88rem; margin: .6rem 0;
+  font-variant-numeric: tabular-nums; }}
+caption {{ text-align: left; font-weight: 600; padding-bottom: .3rem; }}
+th, td {{ padding: .2rem .7rem .2rem 0; text-align: right;
+  border-bottom: 1px solid #ddd; white-space: nowrap; }}
+thead th {{ border-bottom: 1px solid #1a1a1a; }}
+th:first-child, td:first-child {{ text-align: left; }}
+tbody th {{ font-weight: 400; }}
+pre {{ background: #f5f5f5; padding: .6rem .8rem; overflow-x: auto; }}
+summary {{ cursor: pointer; margin: .4rem 0; }}
+@media print {{ body {{ max-width: none; }} figure {{ break-inside: avoid; }} }}
+</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def _text(value: Any) -> str:
+  return html.escape(str(value))
+
+
+def _slug(value: Any) -> str:
+  return re.sub(r'[^A-Za-z0-9]+', '_', str(value)).strip('_').lower() or 'none'
+
+
+def _table(
+  caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]
+) -> str:
+  head = ''.join(f'<th scope="col">{_text(name)}</th>' for name in header)
+  lines = []
+  for first, *rest in rows:
+    cells = ''.join(f'<td>{_text(cell)}</td>' for cell in rest)
+    lines.append(f'<tr><th scope="row">{_text(first)}</th>{cells}</tr>')
+  return (
+    f'<div class="scroll"><table><caption>{_text(caption)}</caption>\n'
+    f'<thead><tr>{head}</tr></thead>\n<tbody>\n'
+    + '\n'.join(lines)
+    + '\n</tbody></table></div>'
+  )
+
+
+def _head(everything: Sequence[Any]) -> str:
+  done = sum(trace.is_done for trace in everything)
+  devices = dict.fromkeys(t['device'] for t in everything if t['device'])
+  labels = dict.fromkeys(t['label'] or 'measured' for t in everything)
+  words = f'{len(everything)} requests'
+  if done < len(everything):
+    words += f', of which {len(everything) - done} failed or were not finished'
+  where = ', '.join(devices) or 'an unknown device'
+  return (
+    '<h1>What happened to the requests</h1>\n'
+    f'<p>{_text(" and ".join(labels).capitalize())} on {_text(where)}: '
+    f'{words}. Times are seconds since the arrival of a request unless a '
+    'figure says otherwise; a dash is a value that is not known.</p>'
+  )
+
+
+def _summaries(records: Sequence[Record]) -> list[str]:
+  found: dict[str, Record] = {}
+  times: collections.Counter[str] = collections.Counter()
+  for record in records:
+    if record.get('kind') == 'summary':
+      found[str(record.get('name'))] = record
+      times[str(record.get('name'))] += 1
+  if not found:
+    return []
+  rows = [
+    (
+      name,
+      _value(record.get('value')),
+      str(record.get('unit') or ''),
+      str(record.get('n', '')),
+      str(record.get('label') or ''),
+    )
+    for name, record in found.items()
+  ]
+  parts = [
+    '<h2>Summaries</h2>',
+    _table(
+      'What the requests add up to',
+      ('name', 'value', 'unit', 'n', 'label'),
+      rows,
+    ),
+  ]
+  if max(times.values()) > 1:
+    parts.append(
+      f'<p class="note">The records hold {max(times.values())} runs. The '
+      'summaries are those of the last; the figures below take the requests '
+      'of all.</p>'
+    )
+  return parts
+
+
+def _value(value: Any) -> str:
+  if value is None:
+    return '–'
+  if isinstance(value, bool):
+    return 'yes' if value else 'NO'
+  if isinstance(value, float):
+    return f'{value:.4g}'
+  return str(value)
+
+
+def _comparison(group: Sequence[Any]) -> str:
+  """Returns the tables that the terminal shows, one a mode."""
+  from experiments import display
+
+  parts = []
+  for mode in dict.fromkeys(t['mode'] for t in group):
+    chosen = [t.record for t in group if t['mode'] == mode]
+    counts = collections.Counter(r['scheme'] for r in chosen)
+    columns = display.columns_of(chosen)
+    header = ['', *(f'{name} (n = {counts[name]})' for name in columns)]
+    rows = [
+      [row.title, *(cells[i] for cells in columns.values())]
+      for i, row in enumerate(display.ROWS)
+    ]
+    parts.append(_table(f'{mode}, medians', header, rows))
+  return '\n'.join(parts)
+
+
+def _figure(drawing: Any, name: str, svg: bytes) -> str:
+  data = base64.b64encode(svg).decode('ascii')
+  table = ''
+  if drawing.table is not None:
+    table = (
+      '<details><summary>The numbers of this figure</summary>\n'
+      + _table(drawing.title, drawing.table.header, drawing.table.rows)
+      + '\n</details>'
+    )
+  return (
+    f'<section><h3>{_text(drawing.title)}</h3>\n<figure>\n'
+    f'<img src="data:image/svg+xml;base64,{data}" alt="{_text(drawing.alt)}">'
+    f'\n<figcaption>{_text(drawing.caption)} '
+    f'<a href="{_text(name)}">{_text(name)}</a></figcaption>\n</figure>\n'
+    f'{table}</section>'
+  )
+
+
+_REQUEST_COLUMNS = (
+  ('TTFT provisional, s', 'ttft_provisional_s'),
+  ('TTFT committed, s', 'ttft_committed_s'),
+  ('bound, s', 'bound_ttft_s'),
+  ('exposed, s', 'exposed_s'),
+  ('done, s', 'done_s'),
+)
+
+
+def _requests(group: Sequence[Any]) -> str:
+  from experiments import figures
+
+  header = (
+    'request', 'scheme', 'mode', 'form', 'prompt', 'Mbit/s',
+    *(title for title, _ in _REQUEST_COLUMNS), 'tokens', 'equals reference',
+    'state',
+  )  # fmt: skip
+  rows = []
+  for trace in group:
+    rate = trace['link_gbps']
+    state = 'done' if trace.is_done else 'not finished'
+    if trace['error']:
+      state = f'failed: {trace["error"]}'
+    rows.append((
+      *(
+        '–' if trace[field] is None else str(trace[field])
+        for field in ('request', 'scheme', 'mode', 'form', 'prompt')
+      ),
+      figures.number(None if rate is None else rate * 1e3, 2),
+      *(figures.number(trace[field]) for _, field in _REQUEST_COLUMNS),
+      figures.number(trace['output_tokens'], 0),
+      _value(trace['equal_to_reference']),
+      state,
+    ))  # fmt: skip
+  return (
+    f'<details><summary>All {len(group)} requests</summary>\n'
+    + _table('Requests', header, rows)
+    + '\n</details>'
+  )
+
+
+def _origin(records: Sequence[Record], everything: Sequence[Any]) -> list[str]:
+  parts = ['<h2>How it was made</h2>']
+  for record in records:
+    if record.get('kind') != 'run':
+      continue
+    command = record.get('command')
+    if isinstance(command, list):
+      command = shlex.join(str(word) for word in command)
+    if command:
+      parts.append(f'<pre><code>{_text(command)}</code></pre>')
+    if record.get('config'):
+      config = json.dumps(record['config'], indent=2, ensure_ascii=False)
+      parts.append(
+        '<details><summary>Config</summary>\n'
+        f'<pre><code>{_text(config)}</code></pre></details>'
+      )
+  versions: dict[str, list[str]] = {}
+  for trace in everything:
+    for package, version in (trace['versions'] or {}).items():
+      seen = versions.setdefault(str(package), [])
+      if str(version) not in seen:
+        seen.append(str(version))
+  if versions:
+    rows = [(name, ', '.join(seen)) for name, seen in versions.items()]
+    parts.append(_table('Versions', ('package', 'version'), rows))
+  seeds = dict.fromkeys(
+    str(t['seed']) for t in everything if t['seed'] is not None
+  )
+  if seeds:
+    parts.append(f'<p>Seed: {_text(", ".join(seeds))}</p>')
+  parts.append(
+    '<p>To make this page again from its records: '
+    '<code>python -m experiments.report --workdir=DIR</code></p>'
+  )
+  return parts
+
+
+# --- The command line ---------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command line `argv` and returns the exit code."""
+  if {'-h', '-?', '--help', '--helpfull', '--helpshort'} & set(argv[1:]):
+    print(__doc__)
+    return 0
+  try:
+    print(write(_workdir(argv)))
+    return 0
+  except KeyboardInterrupt:
+    _say('interrupted')
+    return INTERRUPTED
+  except (ReportError, flags.Error) as error:
+    _say(f'error: {" ".join(str(error).split())}')
+  except ImportError as error:
+    if error.name and error.name.split('.')[0] in ('lynx_jax', 'experiments'):
+      raise
+    _say(f"error: {error}; pip install 'lynx-jax[experiments]'")
+  except OSError as error:
+    where = f'{error.filename!r}: ' if error.filename else ''
+    _say(
+      f'error: {where}{error.strerror or error}; --workdir must be the '
+      'folder of a finished run'
+    )
+  return USER_MISTAKE
+
+
+def _workdir(argv: Sequence[str]) -> str:
+  values = flags.FlagValues()
+  flags.DEFINE_string('workdir', None, 'Where results are.', flag_values=values)
+  rest = values(list(argv))
+  if len(rest) > 1:
+    raise ReportError(
+      f'{rest[1]!r} is no flag (see --help); write --flag=value'
+    )
+  if not values['workdir'].value:
+    raise ReportError('--workdir is missing; for example --workdir=runs/demo')
+  return values['workdir'].value
+
+
+def _say(message: str) -> None:
+  with contextlib.suppress(OSError):
+    print(message, file=sys.stderr, flush=True)
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv))
