@@ -249,7 +249,9 @@ class AttentionTest(parameterized.TestCase):
     if options.get('soft_cap') is not None:
       kwargs['soft_cap'] = options['soft_cap']
     out, lse = jax.jit(
-      lambda q, k, v: split_attention_tpu.split_attention_tpu(q, k, v, **kwargs),
+      lambda q, k, v: split_attention_tpu.split_attention_tpu(
+        q, k, v, **kwargs
+      ),
       compiler_options=QUICK,
     )(q, k_stack, v_stack)
     expected, expected_lse = attention64(
@@ -323,9 +325,7 @@ class AttentionTest(parameterized.TestCase):
 
   def test_window(self):
     first = ((0, 1100), (130, 300))
-    self.check(
-      rows=2, first=first, tokens=(2048, 384), capacity=2048, heads=2
-    )
+    self.check(rows=2, first=first, tokens=(2048, 384), capacity=2048, heads=2)
 
   def test_soft_cap(self):
     self.check(soft_cap=5.0, q_size=6.0)
@@ -419,9 +419,7 @@ class AttentionTest(parameterized.TestCase):
         detect_races=True, uninitialized_memory='nan'
       ),
     )
-    expected, _ = attention64(
-      q, packed, packed, tokens, residual=(1024, 0)
-    )
+    expected, _ = attention64(q, packed, packed, tokens, residual=(1024, 0))
     self.assertLess(relative(out, expected), BUDGET)
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
@@ -500,8 +498,4 @@ class YardstickTest(absltest.TestCase):
     mass = weights.sum(-1)
     expected = np.einsum('btkgs,bksh->btkgh', weights, values) / mass[..., None]
     self.assertLess(relative(out, expected.reshape(2, 2, 4, 64)), 0.01)
-    np.testing.assert_allclose(
-      lse, np.log(mass).reshape(2, 2, 4), atol=0.01
-    )
-
-
+    np.testing.assert_allclose(lse, np.log(mass).reshape(2, 2, 4), atol=0.01)

@@ -40,6 +40,8 @@ def merge_tpu(
   words.check_planes(
     'the tensor', codec.planes[: packed.depth], head_dim, group
   )
+  if not interpret:
+    words.check_device()
   blocks = block_sizes or BlockSizes()
   groups = words.groups_per_step(packed.groups, blocks.tokens // group)
   heads = words.heads_per_step(kv_heads, head_dim, blocks.heads)

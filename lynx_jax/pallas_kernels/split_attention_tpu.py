@@ -62,9 +62,15 @@ class BlockSizes:
       256 columns of v6e and tpu7x at head dim 64.
   """
 
-  tokens: int = 2048
+  tokens: int = 4096
   heads: int = 8
   tiles_per_dot: int = 1
+
+  @classmethod
+  def default(cls, device_kind: str, head_dim: int) -> 'BlockSizes':
+    """Returns what was best by compiled costs (`experiments.kernel_costs`)."""
+    wide = any(name in device_kind for name in ('v6', '7'))
+    return cls(tiles_per_dot=2 if wide and head_dim < _LANES else 1)
 
   def __post_init__(self):
     if self.tokens <= 0 or self.tokens % 1024:
@@ -225,7 +231,11 @@ def split_attention_tpu(
   batch, rows, heads, head_dim = q.shape
   kv_heads = k.planes[0].shape[2]
   per_head = heads // kv_heads
-  blocks = block_sizes or BlockSizes()
+  if not interpret:
+    words.check_device()
+  blocks = block_sizes or BlockSizes.default(
+    jax.devices()[0].device_kind, head_dim
+  )
   for name, packed in (('k', k), ('v', v)):
     read = packed.codec.planes[: packed.depth]
     words.check_planes(name, read, head_dim, packed.group)

@@ -68,6 +68,8 @@ def split_tpu(
   words.check_planes('the tensor', codec.planes, head_dim, group)
   if tokens % group:
     raise ValueError(f'{tokens} tokens must be a multiple of group={group}')
+  if not interpret:
+    words.check_device()
   blocks = block_sizes or BlockSizes()
   groups = words.groups_per_step(tokens // group, blocks.tokens // group)
   heads = words.heads_per_step(kv_heads, head_dim, blocks.heads)

@@ -9,6 +9,7 @@ A *code byte* is a centred code moved to the top of 8 bits.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,6 +19,15 @@ from lynx_jax.pallas_kernels.dispatch import Unsupported
 
 GROUP = 128
 LANES = 128
+
+
+def check_device() -> None:
+  """Raises `Unsupported` on a TPU whose MXU has no int8 products."""
+  device = jax.devices()[0]
+  if device.platform == 'tpu' and any(
+    name in device.device_kind for name in ('v2', 'v3', 'v4')
+  ):
+    raise Unsupported(f'{device.device_kind} multiplies no int8; v5e and later')
 
 
 def check_planes(
