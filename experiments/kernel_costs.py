@@ -4,7 +4,7 @@
   python -m experiments.kernel_costs            # about 15 minutes on 2 cores
   python -m experiments.kernel_costs --cells attention_anchor,v5e,128
 
-writes `experiments/kernel_costs.json` and fails if a figure there got worse by
+updates `experiments/kernel_costs.json` and fails if a figure there got worse by
 more than 3 %. Bundles, spills and VMEM are *compiled*. Cycles, costs and
 speed-ups are *projected*: max(issue cycles, bytes of the format / HBM rate) at
 an assumed clock. It knows no codec and no kernel's inside.
@@ -88,7 +88,7 @@ def cells() -> list[Cell]:
       ]
       many = functools.partial(cell, query_rows=64)
       result += [
-        many(kernel=kernel, block=1024, block_heads=1) for kernel in ATTENTION
+        many(kernel=kernel, block=2048, block_heads=1) for kernel in ATTENTION
       ]
       result += [
         cell(kernel=kernel, block=2048, block_heads=min(4, heads))
@@ -185,7 +185,7 @@ def _build(cell):
     return bf16, (q, kv, kv, scalar, lengths), 'attention_bf16'
 
   blocks = split_attention_tpu.BlockSizes.default(
-    cell.generation, cell.head_dim
+    cell.generation, head_dim=cell.head_dim, query_rows=cell.query_rows
   )
   blocks = dataclasses.replace(
     blocks, tokens=cell.block, heads=cell.block_heads
@@ -260,6 +260,8 @@ def add_speedups(records: list[dict]) -> None:
   for record in records:
     if record['kernel'] not in ATTENTION:
       continue
+    if shape(record | {'query_rows': 4}) not in best:
+      continue
     cost = record['cost_cycles']
     # One pass over bf16 for 64 rows costs at least what it costs for 4.
     bf16 = best.get(shape(record)) or best[shape(record | {'query_rows': 4})]
@@ -323,10 +325,12 @@ def main(arguments=None) -> int:
     for line in regressions(records[-1], found) if found else ():
       worse.append(f'{cell}: {line}')
     print(table(records[-1:]).split('\n')[1], flush=True)
-  if not words:
-    add_speedups(records)
-    FILE.write_text(json.dumps(records, indent=1) + '\n', encoding='utf-8')
-    print(table(records))
+  measured = {key(r): r for r in records}
+  kept = old if words else {}
+  records = list((kept | measured).values())
+  add_speedups(records)
+  FILE.write_text(json.dumps(records, indent=1) + '\n', encoding='utf-8')
+  print(table([r for r in records if key(r) in measured]))
   print('Bundles, spills, VMEM: compiled. Costs, speed-ups: projected, at')
   for name, chip in tpu_compiler.CHIPS.items():
     print(f'  {name}: {chip.clock_ghz} GHz, {chip.hbm_gbyte_s} GB/s')

@@ -10,6 +10,7 @@ one process on a machine can use libtpu at a time.
 import collections.abc
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -162,7 +163,7 @@ def compile_for(
     kernels=tuple(_kernels(hlo)),
     temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
     optimal_s=compiled.cost_analysis().get('optimal_seconds', 0.0),
-    copies=tuple(_large_copies(hlo)),
+    copies=tuple(large_copies(hlo)),
     hlo=hlo,
   )
 
@@ -180,7 +181,9 @@ def _kernels(hlo):
     windows = memory[name]['blocks'][0]['allocations']
     yield KernelReport(
       name=name,
-      bundles=_bundles(_one(f'*-{name}-*[0-9]-packed-bundles-post-ra.txt')),
+      bundles=bundles_by_depth(
+        _one(f'*-{name}-*[0-9]-packed-bundles-post-ra.txt')
+      ),
       slots=slots,
       capacity=capacity,
       vmem_bytes=memory[name]['total_size'],
@@ -197,7 +200,8 @@ def _one(pattern):
   return sorted(_DUMP.glob(pattern))[-1].read_text(errors='replace')
 
 
-def _bundles(listing):
+def bundles_by_depth(listing: str) -> tuple[int, ...]:
+  """Counts the bundles of a listing by loop depth, stalls included."""
   # A stall prints as a bare '{}' without the '>' marks of its loop: it belongs
   # to the depth of the bundle before it.
   counts, depth = [0], 0
@@ -234,12 +238,13 @@ def _vmem_report():
 _BYTES = {'bf16': 2, 'f32': 4, 's32': 4, 'u32': 4, 's4': 0.5, 'u4': 0.5}
 
 
-def _large_copies(hlo, minimum=_MIB):
+def large_copies(hlo: str, minimum: int = _MIB) -> list[str]:
+  """Returns the HLO copies of at least `minimum` bytes."""
+  found = []
   for dtype, shape, text in re.findall(
     r'= (\w+)\[([\d,]+)\]\S* (copy\([^\n]*)', hlo
   ):
-    size = _BYTES.get(dtype, 1)
-    for n in shape.split(','):
-      size *= int(n)
+    size = _BYTES.get(dtype, 1) * math.prod(map(int, shape.split(',')))
     if size >= minimum:
-      yield f'{dtype}[{shape}] {text[:60]}'
+      found.append(f'{dtype}[{shape}] {text[:60]}')
+  return found

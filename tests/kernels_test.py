@@ -257,7 +257,7 @@ class AttentionTest(parameterized.TestCase):
     expected, expected_lse = attention64(
       q, k, v, tokens, sinks=sinks, **options
     )
-    self.assertLess(relative(out, expected), budget)
+    assert relative(out, expected) < budget
     some = np.isfinite(expected_lse)
     np.testing.assert_array_equal(np.isfinite(lse), some)
     np.testing.assert_allclose(
@@ -360,7 +360,7 @@ class AttentionTest(parameterized.TestCase):
       interpret=True,
     )
     expected, _ = attention64(q, paged(k), paged(v), tokens)
-    self.assertLess(relative(out, expected), BUDGET)
+    assert relative(out, expected) < BUDGET
 
   def test_hard_logits(self):
     # K's common mean of 10 sigma costs nothing: it is in the offset.
@@ -398,7 +398,7 @@ class AttentionTest(parameterized.TestCase):
       for implementation in (dispatch.XLA, INTERPRET)
     ]
     for actual, expected in zip(*results, strict=True):
-      self.assertLess(relative(actual, np.asarray(expected)), BUDGET)
+      assert relative(actual, np.asarray(expected)) < BUDGET
 
   def test_a_steps_copies_race_with_nothing(self):
     from jax.experimental.pallas import tpu as pltpu
@@ -420,10 +420,10 @@ class AttentionTest(parameterized.TestCase):
       ),
     )
     expected, _ = attention64(q, packed, packed, tokens, residual=(1024, 0))
-    self.assertLess(relative(out, expected), BUDGET)
+    assert relative(out, expected) < BUDGET
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    self.assertFalse(interpret_pallas_call.races.races_found)
+    assert not interpret_pallas_call.races.races_found
 
 
 class DispatchTest(parameterized.TestCase):
@@ -441,14 +441,12 @@ class DispatchTest(parameterized.TestCase):
   def test_none_says_why(self):
     with dispatch.record() as choices:
       self.split(None)
-    self.assertEqual(
-      str(choices[0]), 'split_kv runs as xla: the backend is cpu'
-    )
+    assert str(choices[0]) == 'split_kv runs as xla: the backend is cpu'
 
   def test_a_named_kernel_never_falls_back(self):
-    with pytest.raises(pallas_kernels.Unsupported, match='group=32.*128'):
+    with pytest.raises(pallas_kernels.Unsupported, match=r'group=32.*128'):
       self.split(INTERPRET, group=32)
-    with pytest.raises(pallas_kernels.Unsupported, match='head_dim=32.*64'):
+    with pytest.raises(pallas_kernels.Unsupported, match=r'head_dim=32.*64'):
       self.split(INTERPRET, dim=32)
 
   def test_narrow_planes_name_the_nearest(self):
@@ -497,5 +495,5 @@ class YardstickTest(absltest.TestCase):
     weights = np.where(seen[:, None, None, None], np.exp(logits), 0)
     mass = weights.sum(-1)
     expected = np.einsum('btkgs,bksh->btkgh', weights, values) / mass[..., None]
-    self.assertLess(relative(out, expected.reshape(2, 2, 4, 64)), 0.01)
+    assert relative(out, expected.reshape(2, 2, 4, 64)) < 0.01
     np.testing.assert_allclose(lse, np.log(mass).reshape(2, 2, 4), atol=0.01)

@@ -60,16 +60,30 @@ class BlockSizes:
     heads: KV heads; fewer where a cache has fewer.
     tiles_per_dot: tiles (see `_Tile`) that share an MXU product; 2 fills the
       256 columns of v6e and tpu7x at head dim 64.
+    run: groups that are scored together, then summed; None is a step's all.
+    lag: runs scored before the first is summed; None is a step's all.
   """
 
   tokens: int = 4096
   heads: int = 8
   tiles_per_dot: int = 1
+  run: int | None = None
+  lag: int | None = None
 
   @classmethod
-  def default(cls, device_kind: str, head_dim: int) -> 'BlockSizes':
+  def default(
+    cls, device_kind: str, *, head_dim: int, query_rows: int
+  ) -> 'BlockSizes':
     """Returns what was best by compiled costs (`experiments.kernel_costs`)."""
-    wide = any(name in device_kind for name in ('v6', '7'))
+    wide = any(name in device_kind for name in ('v6', '7'))  # 256 x 256 MXU
+    if query_rows > 8:
+      # Tiles are many registers each: few at a time, or they spill.
+      return cls(
+        tokens=2048,
+        heads=1,
+        run=None if wide else 4,
+        lag=None if wide else 1,
+      )
     return cls(tiles_per_dot=2 if wide and head_dim < _LANES else 1)
 
   def __post_init__(self):
@@ -234,7 +248,9 @@ def split_attention_tpu(
   if not interpret:
     words.check_device()
   blocks = block_sizes or BlockSizes.default(
-    jax.devices()[0].device_kind, head_dim
+    jax.devices()[0].device_kind,
+    head_dim=head_dim,
+    query_rows=rows * per_head,
   )
   for name, packed in (('k', k), ('v', v)):
     read = packed.codec.planes[: packed.depth]
@@ -344,7 +360,7 @@ def split_attention_tpu(
       tile=tile,
       codecs=(k.codec, v.codec),
       groups=step_groups,
-      tiles_per_dot=blocks.tiles_per_dot,
+      blocks=blocks,
       sinks=sinks,
       mixed=mixed,
       soft_cap=None if soft_cap is None else soft_cap * math.log2(math.e),
@@ -479,7 +495,7 @@ def _kernel(
   tile: _Tile,
   codecs: tuple[TensorCodec, TensorCodec],
   groups: int,
-  tiles_per_dot: int,
+  blocks: BlockSizes,
   sinks: int,
   mixed: bool,
   soft_cap: float | None,
@@ -537,12 +553,19 @@ def _kernel(
     _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full)
     for h in range(heads)
   ]
-  together = tiles_per_dot * tile.pack
-  for h in range(heads):
-    for g in range(0, groups, together):
+  together = blocks.tiles_per_dot * tile.pack
+  run = min(blocks.run or groups, groups)
+  runs = [
+    (h, range(g, min(g + run, groups)))
+    for h in range(heads)
+    for g in range(0, groups, run)
+  ]
+
+  def weigh(h, run):
+    for g in run[::together]:
       _weigh(
         h,
-        range(g, min(g + together, groups), tile.pack),
+        range(g, min(g + together, run.stop), tile.pack),
         queries[h],
         k,
         scratch,
@@ -555,8 +578,13 @@ def _kernel(
         first=first,
         soft_cap=soft_cap,
       )
-  for h in range(heads):
-    _accumulate(h, v, scratch, tile, codecs[1], groups, full, together)
+
+  lag = len(runs) if blocks.lag is None else blocks.lag
+  for n in range(len(runs) + lag):
+    if n < len(runs):
+      weigh(*runs[n])
+    if 0 <= n - lag < len(runs):
+      _accumulate(*runs[n - lag], v, scratch, tile, codecs[1], full, together)
 
   @pl.when(tokens <= groups * _GROUP)
   def _():
@@ -722,15 +750,15 @@ def _weigh(
     scratch.masses[h, n] = jnp.broadcast_to(mass, size)
 
 
-def _accumulate(h, v, scratch, tile, codec, groups, full, together):
-  """Adds one head's tiles to its softmax."""
-  tops = [scratch.tops[h, n] for n in range(groups // tile.pack)]
+def _accumulate(h, run, v, scratch, tile, codec, full, together):
+  """Adds a run of one head's tiles to its softmax."""
+  tops = {g: scratch.tops[h, g // tile.pack] for g in run[:: tile.pack]}
   before = scratch.top[h]
-  top = functools.reduce(jnp.maximum, tops, before)
+  top = functools.reduce(jnp.maximum, tops.values(), before)
   rest = jnp.exp2(before - top)
   mass, out = scratch.mass[h] * rest, scratch.out[h] * tile.spread(rest)
-  for first in range(0, groups, together):
-    gs = range(first, min(first + together, groups), tile.pack)
+  for g in run[::together]:
+    gs = range(g, min(g + together, run.stop), tile.pack)
     weights = [scratch.weights[h, g // tile.pack] for g in gs]
     codes = [
       jnp.concatenate(_codes(h, g, v.planes, codec, tile, full), 0) for g in gs
@@ -745,7 +773,7 @@ def _accumulate(h, v, scratch, tile, codec, groups, full, together):
       else:
         value = value * tile.spread(tile.tokens(scratch.v_unit, h, g))
         value += tile.spread(scratch.shifts[h, n])
-      share = jnp.exp2(tops[n] - top)
+      share = jnp.exp2(tops[g] - top)
       mass += tile_mass * share
       out += value * tile.spread(share)
   scratch.top[h], scratch.mass[h], scratch.out[h] = top, mass, out
