@@ -2,6 +2,7 @@
 # Sets everything up in its own .venv and runs the main jobs.
 #
 #   make demo      the main job on a real model, with a table at the end
+#   make latency   the latency study: five prompts, both modes (25 minutes)
 #   make test      lint, types and the whole test suite
 #   make lint      ruff and mypy alone
 #   make format    let ruff rewrite the files
@@ -33,14 +34,19 @@ INSTALL := $(PIP) install --quiet --no-deps --require-hashes
 STAMPS := .venv/stamps
 
 DEMO_DIR ?= runs/demo
+LATENCY_DIR ?= runs/latency
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo test lint format lock clean setup setup-test
+.PHONY: help demo latency test lint format lock clean setup setup-test
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
 demo: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/demo.py --workdir='$(DEMO_DIR)'
+
+latency: $(STAMPS)/run
+	$(RUN) -m experiments.main --config=configs/latency.py \
+	  --workdir='$(LATENCY_DIR)'
 
 test: lint
 	$(RUN) -m pytest $(TEST_ARGS)

@@ -73,12 +73,13 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   Raises:
     ReportError: there is no request among them.
   """
-  from experiments import figures
+  from experiments import drawing, figures, selection
 
   records = list(records)
-  groups: dict[Any, list[figures.Trace]] = {}
+  groups: dict[Any, list[selection.Trace]] = {}
   for trace in traces(records):
     groups.setdefault((trace['study'], trace['model']), []).append(trace)
+  runs = _acceptance_runs(records)
   if not groups:
     raise ReportError('there is no request in the records; run a study first')
   images: dict[str, bytes] = {}
@@ -87,13 +88,13 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
     prefix = f'{_slug(study)}-{_slug(model)}-' if len(groups) > 1 else ''
     parts.append(f'<h2>{_text(study or "study")}: {_text(model or "")}</h2>')
     parts.append(_comparison(group))
-    for drawing in figures.draw(group):
-      name = f'{prefix}{drawing.name}.png'
+    for drawn in figures.draw(group, runs.get((study, model), ())):
+      name = f'{prefix}{drawn.name}.png'
       png, svg = io.BytesIO(), io.BytesIO()
-      figures.save(drawing, png, 'png')
-      figures.save(drawing, svg, 'svg')
+      drawing.save(drawn, png, 'png')
+      drawing.save(drawn, svg, 'svg')
       images[name] = png.getvalue()
-      parts.append(_figure(drawing, name, svg.getvalue()))
+      parts.append(_figure(drawn, name, svg.getvalue()))
     parts.append(_requests(group))
   everything = [trace for group in groups.values() for trace in group]
   body = [
@@ -112,7 +113,7 @@ def traces(records: Iterable[Record]) -> list[Any]:
   A file may hold several runs, whose requests have the same names: an event
   belongs to the last request of its name, or to the next if there is none.
   """
-  from experiments import figures
+  from experiments import selection
 
   found: list[tuple[dict[str, Any], list[Record]]] = []
   last: dict[str, list[Record]] = {}
@@ -128,7 +129,19 @@ def traces(records: Iterable[Record]) -> list[Any]:
       # Records of other versions may lack fields: they are not known.
       fields = dict.fromkeys(results.REQUEST_FIELDS) | dict(record)
       found.append((fields, events))
-  return [figures.Trace(record, tuple(events)) for record, events in found]
+  return [selection.Trace(record, tuple(events)) for record, events in found]
+
+
+def _acceptance_runs(records: Iterable[Record]) -> dict[Any, list[Record]]:
+  """Returns acceptance runs by the study and model that they belong to."""
+  found: dict[Any, list[Record]] = {}
+  key: Any = None
+  for record in records:
+    if record.get('kind') == 'request':
+      key = record.get('study'), record.get('model')
+    elif record.get('kind') == 'acceptance':
+      found.setdefault(key, []).append(record)
+  return found
 
 
 def _read(path: pathlib.Path) -> list[Record]:
@@ -240,6 +253,8 @@ def _head(everything: Sequence[Any]) -> str:
 
 
 def _summaries(records: Sequence[Record]) -> list[str]:
+  from experiments import drawing
+
   found: dict[str, Record] = {}
   times: collections.Counter[str] = collections.Counter()
   for record in records:
@@ -252,6 +267,7 @@ def _summaries(records: Sequence[Record]) -> list[str]:
     (
       name,
       _value(record.get('value')),
+      drawing.between(record.get('low'), record.get('high')),
       str(record.get('unit') or ''),
       str(record.get('n', '')),
       str(record.get('label') or ''),
@@ -262,7 +278,7 @@ def _summaries(records: Sequence[Record]) -> list[str]:
     '<h2>Summaries</h2>',
     _table(
       'What the requests add up to',
-      ('name', 'value', 'unit', 'n', 'label'),
+      ('name', 'value', '90 % interval', 'unit', 'n', 'label'),
       rows,
     ),
   ]
@@ -303,19 +319,19 @@ def _comparison(group: Sequence[Any]) -> str:
   return '\n'.join(parts)
 
 
-def _figure(drawing: Any, name: str, svg: bytes) -> str:
+def _figure(drawn: Any, name: str, svg: bytes) -> str:
   data = base64.b64encode(svg).decode('ascii')
   table = ''
-  if drawing.table is not None:
+  if drawn.table is not None:
     table = (
       '<details><summary>The numbers of this figure</summary>\n'
-      + _table(drawing.title, drawing.table.header, drawing.table.rows)
+      + _table(drawn.title, drawn.table.header, drawn.table.rows)
       + '\n</details>'
     )
   return (
-    f'<section><h3>{_text(drawing.title)}</h3>\n<figure>\n'
-    f'<img src="data:image/svg+xml;base64,{data}" alt="{_text(drawing.alt)}">'
-    f'\n<figcaption>{_text(drawing.caption)} '
+    f'<section><h3>{_text(drawn.title)}</h3>\n<figure>\n'
+    f'<img src="data:image/svg+xml;base64,{data}" alt="{_text(drawn.alt)}">'
+    f'\n<figcaption>{_text(drawn.caption)} '
     f'<a href="{_text(name)}">{_text(name)}</a></figcaption>\n</figure>\n'
     f'{table}</section>'
   )
@@ -331,7 +347,7 @@ _REQUEST_COLUMNS = (
 
 
 def _requests(group: Sequence[Any]) -> str:
-  from experiments import figures
+  from experiments import drawing
 
   header = (
     'request', 'scheme', 'mode', 'form', 'prompt', 'Mbit/s',
@@ -349,9 +365,9 @@ def _requests(group: Sequence[Any]) -> str:
         '–' if trace[field] is None else str(trace[field])
         for field in ('request', 'scheme', 'mode', 'form', 'prompt')
       ),
-      figures.number(None if rate is None else rate * 1e3, 2),
-      *(figures.number(trace[field]) for _, field in _REQUEST_COLUMNS),
-      figures.number(trace['output_tokens'], 0),
+      drawing.number(None if rate is None else rate * 1e3, 2),
+      *(drawing.number(trace[field]) for _, field in _REQUEST_COLUMNS),
+      drawing.number(trace['output_tokens'], 0),
       _value(trace['equal_to_reference']),
       state,
     ))  # fmt: skip

@@ -670,7 +670,7 @@ class Engine:
     else:
       most = 1 if looks_up else _UNBOUNDED
       self._cache, self._slots = self._decoder.rounds(*arguments, drafts, most)
-    self._read(entries, Phase.VERIFY, start_s)
+    self._read(entries, Phase.VERIFY, start_s, draft_tokens=drafts)
 
   def _looks_up(self, entries: list[_Entry]) -> bool:
     """Whether somebody waits for more than the end of these requests."""
@@ -698,7 +698,9 @@ class Engine:
       mask[entry.slot] = True
     return mask
 
-  def _read(self, entries: list[_Entry], phase: Phase, start_s: float) -> None:
+  def _read(
+    self, entries: list[_Entry], phase: Phase, start_s: float, **detail: int
+  ) -> None:
     """Fetches the slots once, and turns what changed into events."""
     state = fetch(self._slots)
     end_s = time.monotonic()
@@ -719,8 +721,9 @@ class Engine:
         phase,
         start_s,
         end_s,
-        tokens=len(committed) + len(drafts),
+        backlog=len(drafts),
         committed=len(committed) - len(entry.result.tokens),
+        **detail,
       )
       self._show(entry, committed, drafts, end_s)
       if state.remaining[slot] == 0:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from experiments import main, results
+from experiments import cli, main, results
 from lynx_jax.config import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -40,7 +40,7 @@ def test_a_study_runs_with_overrides(tmp_path, capsys):
 
 
 def test_placeholders_can_be_set():
-  values, workdir = main.parse(
+  values, workdir = cli.parse(
     [
       'main',
       '--config=configs/tiny.py',

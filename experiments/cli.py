@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: flags, what a user's mistake looks like, exit codes.
+
+It knows no study but the one that it starts; `main` has its help.
+"""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from experiments import config, display, prompts, results
+from lynx_jax.config import ConfigError
+
+# Runs a study: writes records, shows what happens.
+Study = Callable[[config.Settings, results.Writer, display.Screen], None]
+
+USER_MISTAKE = 2
+_EXAMPLE = '--config=configs/demo.py --workdir=runs/demo'
+
+
+def run(argv: Sequence[str], study: Study | None = None) -> int:
+  """Runs the command line `argv` and returns the exit code.
+
+  Args:
+    argv: the program's name, then the flags.
+    study: what to run; None is the latency study.
+
+  Raises:
+    KeyboardInterrupt: after the records were closed.
+  """
+  try:
+    return _run(argv, study)
+  except BrokenPipeError:
+    # The reader of our output has gone (`| head`): not worth a word, but
+    # Python would complain when it flushes at exit.
+    with contextlib.suppress(OSError):
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+  except ConfigError as error:
+    _say(f'error: {error}')
+  except ImportError as error:
+    # Of an optional package; the library's message names the extra.
+    if error.name and error.name.split('.')[0] in ('lynx_jax', 'experiments'):
+      raise
+    _say(f'error: {error}')
+  except results.WorkdirError as error:
+    _say(f'error: {error}')
+  except OSError as error:
+    _say(f'error: {_os_error(error)}')
+  except MemoryError:
+    _say(
+      'error: out of memory; use fewer --config.prompt_tokens or a smaller '
+      'model'
+    )
+  return USER_MISTAKE
+
+
+def _run(argv: Sequence[str], study: Study | None) -> int:
+  values, workdir = parse(argv)
+  settings = config.settings(values)
+  for file, _ in settings.prompts:
+    prompts.read(file)  # a mistake shows before anything runs
+  with results.Writer(workdir) as writer, display.screen() as screen:
+    if writer.isolated:
+      screen.note(
+        f'an earlier run left half a record; it is now in {writer.isolated}'
+      )
+    if study is None:
+      study = _latency_study(settings)
+    study(settings, writer, screen)
+  return 0
+
+
+def _latency_study(settings: config.Settings) -> Study:
+  # JAX takes a second to import: mistakes in flags are told before.
+  import jax
+
+  with contextlib.suppress(RuntimeError):  # a notebook has made its backend
+    jax.config.update('jax_num_cpu_devices', settings.cpu_devices)
+  from experiments import latency
+
+  return latency.run
+
+
+def parse(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict, str]:
+  """Returns the config with its overrides, and the work directory.
+
+  Raises:
+    ConfigError: naming the flag and what would work.
+  """
+  own, overrides = _split_overrides(argv)
+  values, _ = _parse_flags(own)
+  known = set(config.field_names(values))
+  for name in overrides:
+    if name not in known:
+      fields = [field for field in known if field.startswith(f'{name}.')]
+      if fields:
+        raise ConfigError(
+          f'config.{name} is a group of fields; set one of them: '
+          f'{", ".join(sorted(fields))}'
+        )
+      raise ConfigError(config.unknown_field(name))
+  return _parse_flags(argv)
+
+
+def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Returns the arguments without overrides, and the overridden fields."""
+  own, names = [], []
+  arguments = iter(argv)
+  for argument in arguments:
+    flag = argument.removeprefix('--').removeprefix('-').removeprefix('no')
+    if not argument.startswith('-') or not flag.startswith('config.'):
+      own.append(argument)
+      continue
+    name, equals, _ = flag.removeprefix('config.').partition('=')
+    names.append(name)
+    if not equals:
+      next(arguments, None)  # its value stands apart
+  return own, names
+
+
+def _parse_flags(
+  argv: Sequence[str],
+) -> tuple[ml_collections.ConfigDict, str]:
+  # Own flag values, so that a test or a notebook can parse more than once.
+  values = flags.FlagValues()
+  flags.DEFINE_string('workdir', None, 'Where results go.', flag_values=values)
+  config_flags.DEFINE_config_file(
+    'config',
+    None,
+    'The config file.',
+    flag_values=values,
+    sys_argv=list(argv),
+  )
+  try:
+    rest = values(list(argv))
+    loaded = values['config'].value
+    _ = loaded and loaded.keys()  # a failure to load shows at the first use
+  except (flags.Error, ValueError, TypeError, AttributeError) as error:
+    raise ConfigError(f'{_one_line(error)} (see --help)') from error
+  except OSError as error:
+    # The package wraps the error in its own story; the path is in its end.
+    story = _one_line(error)
+    missing = re.search(r"No such file or directory: '([^']*)'", story)
+    problem = f'{missing[1]!r} does not exist' if missing else story
+    raise ConfigError(
+      f'--config cannot be read: {problem}; for example {_EXAMPLE}'
+    ) from error
+  except Exception as error:  # whatever the user's file raises
+    raise ConfigError(
+      f'the config file fails: {type(error).__name__}: {_one_line(error)}'
+    ) from error
+  if len(rest) > 1:
+    raise ConfigError(
+      f'{rest[1]!r} is no flag (see --help); write --flag=value'
+    )
+  if loaded is None:
+    raise ConfigError(f'--config is missing; for example {_EXAMPLE}')
+  if not values['workdir'].value:
+    raise ConfigError(f'--workdir is missing; for example {_EXAMPLE}')
+  return loaded, values['workdir'].value
+
+
+def _one_line(error: Exception) -> str:
+  return ' '.join(str(error).split())
+
+
+def _os_error(error: OSError) -> str:
+  """Returns what failed on which file, and what to do."""
+  remedies = {
+    'FileNotFoundError': 'check the path',
+    'PermissionError': 'choose another place or change its permissions',
+    'NotADirectoryError': 'choose another place',
+  }
+  remedy = remedies.get(type(error).__name__, 'check the disk and the path')
+  where = f'{error.filename!r}: ' if error.filename else ''
+  return f'{where}{error.strerror or error}; {remedy}'
+
+
+def _say(message: str) -> None:
+  with contextlib.suppress(OSError):
+    print(message, file=sys.stderr, flush=True)
