@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small engines over a scripted transport, and a consumer that checks events.
+
+The model has random weights, so a coarse Anchor really disagrees with the
+target. Engines are kept: a test takes one, runs requests, and leaves it idle.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lynx_jax import engine as engine_lib
+from lynx_jax.config import (
+  Axis,
+  CodecConfig,
+  EngineConfig,
+  LayerCodec,
+  Mode,
+  Order,
+  Rotation,
+  TensorCodec,
+)
+from lynx_jax.engine import Engine, Event, Request, State
+from lynx_jax.models import presets, transformer
+from lynx_jax.models.transformer import Transformer
+from lynx_jax.transport import courier, links
+
+OUTPUT_TOKENS = 24
+MODEL = presets.tiny(layers=2, head_dim=16, vocab=64, tied_embeddings=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+  """An engine's static side."""
+
+  codec: CodecConfig
+  config: EngineConfig
+
+  @property
+  def lengths(self) -> list[int]:
+    """Prompt lengths around every boundary, and the longest."""
+    codec, config = self.codec, self.config
+    group, recent, chunk = codec.group, codec.recent_tokens, config.token_chunk
+    edges = [codec.sinks, group, 2 * group, chunk, 2 * chunk, 16]
+    edges += [recent, group + recent, 2 * group + recent, chunk + recent]
+    around = {edge + step for edge in edges for step in (-1, 0, 1)}
+    around |= {1, 2, config.prompt_tokens}
+    return sorted(n for n in around if 1 <= n <= config.prompt_tokens)
+
+
+def setup(
+  planes: tuple[int, ...],
+  v: tuple[int, ...] | None = None,
+  *,
+  axis: Axis = Axis.CHANNEL,
+  rotation: Rotation = Rotation.NONE,
+  sinks: int = 4,
+  recent_tokens: int = 16,
+  layers: tuple[LayerCodec, ...] = (),
+  **config,
+) -> Setup:
+  """Returns a setup; `planes` are those of K, and of V if it has no `v`."""
+  tensors = [
+    TensorCodec(planes=p, axis=axis, rotation=rotation)
+    for p in (planes, planes if v is None else v)
+  ]
+  defaults = {
+    'slots': 3,
+    'prompt_tokens': 200,
+    'output_tokens': OUTPUT_TOKENS,
+    'token_chunk': 64,
+    'layer_groups': 2,
+    'verify_rows': 6,
+    'backlog_tokens': 12,
+    'chunk_bytes': 3000,
+  }
+  return Setup(
+    codec=CodecConfig(
+      k=tensors[0],
+      v=tensors[1],
+      group=32,
+      sinks=sinks,
+      recent_tokens=recent_tokens,
+      layers=layers,
+    ),
+    config=EngineConfig(**(defaults | config)),
+  )
+
+
+SETUPS = {
+  'lynx': setup((4, 4)),
+  'coarse': setup((2, 2, 4), mode=Mode.OVERLAPPED, layer_groups=1),
+  'interleaved': setup((4, 4), order=Order.INTERLEAVED, mode=Mode.OVERLAPPED),
+  'int8': setup((8,), mode=Mode.OVERLAPPED),
+  'int4': setup((4,)),
+  'dense': setup((), mode=Mode.OVERLAPPED),
+  # K and V with unlike planes in one layer group, the other one dense; no
+  # sinks and no recent tokens.
+  'mixed': setup(
+    (1, 2),
+    (4, 4),
+    axis=Axis.TOKEN,
+    rotation=Rotation.HADAMARD,
+    sinks=0,
+    recent_tokens=0,
+    layers=(
+      LayerCodec(
+        start=1, stop=2, k=TensorCodec(planes=()), v=TensorCodec(planes=())
+      ),
+    ),
+  ),
+}
+
+
+class Bench:
+  """An engine whose transport follows `script`.
+
+  Attributes:
+    engine: it.
+    script: says what arrives; `tests` put `courier.shuffle(seed)` here.
+  """
+
+  def __init__(self, setup: Setup, model: Transformer, **options):
+    self.script: courier.Script = courier.shuffle(0)
+    decode_device = jax.devices()[1]
+    graph, params = nnx.split(model)
+    self.engine = Engine(
+      model,
+      nnx.merge(graph, jax.device_put(params, decode_device)),
+      setup.codec,
+      setup.config,
+      connect=lambda cut: _Patient(
+        links.DeviceLink(decode_device), cut, lambda chunks: self.script(chunks)
+      ),
+      **options,
+    )
+    self._references: dict[bytes, list[int]] = {}
+
+  def configure(self, *, ends: Sequence[int] = (), **changes) -> None:
+    """Changes policies of the idle engine; none of them is compiled in."""
+    assert set(changes) <= {'draft_tokens', 'backlog_tokens'}
+    self.engine.config = dataclasses.replace(self.engine.config, **changes)
+    # One id, as at the start: the number of ids is compiled in.
+    (end,) = ends or (-1,)
+    self.engine._decoder.end_tokens = np.asarray([end], np.int32)
+
+  def reference(self, prompt: np.ndarray) -> list[int]:
+    """Returns the longest reference output, without an end token."""
+    key = prompt.tobytes()
+    if key not in self._references:
+      self.configure()
+      self._references[key] = self.engine.reference(prompt, OUTPUT_TOKENS)
+    return self._references[key]
+
+
+class _Patient(courier.ScriptedCourier):
+  """Lets the prefill thread work while nothing is under way."""
+
+  def wait(self, timeout_s: float) -> bool:
+    time.sleep(0.0003)
+    return super().wait(timeout_s)
+
+
+@functools.cache
+def model(dtype: str = 'float32') -> Transformer:
+  """Returns random weights; drawn by NumPy, since JAX would compile for it."""
+  config = dataclasses.replace(MODEL, dtype=dtype)
+  graph, state = nnx.split(transformer.abstract_model(config))
+  rng = np.random.default_rng(0)
+
+  def draw(x):
+    values = np.ones(x.shape)
+    if x.ndim > 1:
+      values = rng.normal(size=x.shape) * 2 * config.model_dim**-0.5
+    return jnp.asarray(values, x.dtype)
+
+  return nnx.merge(graph, jax.tree.map(draw, state))
+
+
+@functools.cache
+def bench(name: str) -> Bench:
+  """Returns the engine of `SETUPS[name]`, always the same one."""
+  return Bench(SETUPS[name], model())
+
+
+def prompt(tokens: int, seed: int = 0) -> np.ndarray:
+  """Returns random token ids; no prompt is a prefix of a longer one."""
+  rng = np.random.default_rng((tokens, seed))
+  return rng.integers(0, MODEL.vocab, tokens).astype(np.int32)
+
+
+def cut_at_end(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
+  """Returns the tokens up to the first end token, that one included."""
+  for i, token in enumerate(tokens):
+    if token in ends:
+      return [*tokens[: i + 1]]
+  return [*tokens]
+
+
+class Reader:
+  """Follows the events of one request, as somebody who prints them would.
+
+  Each event is checked as it comes: what was committed never changes, and a
+  retraction takes back provisional tokens only.
+  """
+
+  def __init__(self, expected: Sequence[int] | None):
+    self.expected = expected
+    self.shown: list[int] = []
+    self.committed = 0
+    self.finished: State | None = None
+    self._at_s = 0.0
+
+  def take(self, event: Event) -> None:
+    assert self.finished is None, 'an event after the end'
+    assert event.at_s >= self._at_s
+    self._at_s = event.at_s
+    match event:
+      case engine_lib.Provisional(position=position, token=token):
+        assert position == len(self.shown)
+        self.shown.append(token)
+      case engine_lib.Retracted(start=start):
+        assert self.committed <= start < len(self.shown)
+        del self.shown[start:]
+      case engine_lib.Committed(upto=upto):
+        assert self.committed < upto <= len(self.shown)
+        self.committed = upto
+      case engine_lib.Finished(state=state):
+        self.finished = state
+        assert len(self.shown) == self.committed
+    if self.expected is not None:
+      final = self.shown[: self.committed]
+      assert final == self.expected[: self.committed]
+      assert self.committed <= len(self.expected)
+
+
+def run(
+  bench: Bench,
+  requests: Sequence[tuple[int, Request]],
+  expected: Sequence[Sequence[int] | None],
+) -> list[engine_lib.Result]:
+  """Runs requests to their ends and checks their events and results.
+
+  Args:
+    bench: idle.
+    requests: each after how many steps it is submitted.
+    expected: outputs; None is not checked.
+  """
+  engine, readers, order = bench.engine, {}, {}
+  step, waiting = 0, [*enumerate(requests)]
+  while waiting or engine.busy:
+    for entry in [w for w in waiting if w[1][0] <= step or not engine.busy]:
+      index, (_, request) = entry
+      key = engine.submit(request)
+      order[index], readers[key] = key, Reader(expected[index])
+      waiting.remove(entry)
+    for event in engine.step():
+      readers[event.request].take(event)
+    step += 1
+    assert step < 100_000, 'the engine hangs'
+  results = []
+  for index, tokens in enumerate(expected):
+    key = order[index]
+    result, reader = engine.forget(key), readers[key]
+    assert reader.finished is State.DONE
+    assert reader.shown == result.tokens == result.shown
+    assert len(result.commit_times_s) == len(result.tokens)
+    assert result.accepted <= result.drafted
+    if tokens is not None:
+      assert result.tokens == [*tokens]
+    results.append(result)
+  return results
