@@ -165,11 +165,24 @@ def run_request(
   return result
 
 
-def bound_s(engine: Engine, result: Result, rate_gbps: float, rtt_ms: float):
-  """Returns the request's own bound; see `timeline.bound`."""
+def bound_s(
+  engine: Engine, result: Result, rate_gbps: float, rtt_ms: float
+) -> float:
+  """Returns the request's own bound; see `timeline.bound`.
+
+  d is the least step that was measured, the request's own first one included:
+  noise only adds, and a bound must not be built on it.
+  """
   assert engine.costs is not None
   speculative = result.residual_bytes > 0 or result.drafted > 0
   step_s = engine.costs.draft_s if speculative else engine.costs.plain_s
+  steps = [
+    event
+    for event in result.timeline.events()
+    if event.name in (Phase.DRAFT, Phase.VERIFY)
+  ]
+  if steps:
+    step_s = min(step_s, steps[0].end_s - steps[0].start_s)
   return timeline.bound(
     result.critical, rate_gbps=rate_gbps, rtt_ms=rtt_ms, step_s=step_s
   )
