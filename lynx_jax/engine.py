@@ -65,6 +65,9 @@ class State(enum.Enum):
   FAILED = 'failed'
 
 
+_ENDED = (State.DONE, State.CANCELLED, State.FAILED)
+
+
 class Form(enum.Enum):
   """How a request decodes when its target cache is complete."""
 
@@ -582,7 +585,9 @@ class Engine:
         self._advance(entry)
 
   def _insert(self, arrival: Arrival) -> None:
-    chunk, entry = arrival.chunk, self._entries[arrival.chunk.request]
+    chunk, entry = arrival.chunk, self._entries.get(arrival.chunk.request)
+    if entry is None or entry.result.state in _ENDED:
+      return  # a late one: its slot may belong to another request
     assert entry.slot is not None
     entry.progress.land(chunk)
     for part, arrays in zip(chunk.slices, arrival.payload, strict=True):
@@ -764,7 +769,7 @@ class Engine:
 
   def _end(self, entry: _Entry, state: State) -> None:
     result = entry.result
-    if result.state in (State.DONE, State.CANCELLED, State.FAILED):
+    if result.state in _ENDED:
       return
     if result.state is State.QUEUED:
       self._queue.remove(entry.id)

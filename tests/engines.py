@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from lynx_jax import engine as engine_lib
@@ -62,6 +63,7 @@ def setup(
   rotation: Rotation = Rotation.NONE,
   sinks: int = 4,
   recent_tokens: int = 16,
+  group: int = 32,
   layers: tuple[LayerCodec, ...] = (),
   **config,
 ) -> Setup:
@@ -84,7 +86,7 @@ def setup(
     codec=CodecConfig(
       k=tensors[0],
       v=tensors[1],
-      group=32,
+      group=group,
       sinks=sinks,
       recent_tokens=recent_tokens,
       layers=layers,
@@ -115,6 +117,28 @@ SETUPS = {
       ),
     ),
   ),
+  # No prompt has a prefix; one row a verification, fewer than the backlog.
+  'short': setup(
+    (4, 4),
+    sinks=0,
+    recent_tokens=0,
+    prompt_tokens=20,
+    verify_rows=1,
+    backlog_tokens=3,
+    layer_groups=1,
+  ),
+  # One slot, whose prompts have one group at most; a small backlog.
+  'narrow': setup(
+    (2, 2),
+    group=64,
+    sinks=63,
+    recent_tokens=1,
+    prompt_tokens=65,
+    slots=1,
+    backlog_tokens=2,
+    layer_groups=1,
+    chunk_bytes=1,
+  ),
 }
 
 
@@ -126,19 +150,24 @@ class Bench:
     script: says what arrives; `tests` put `courier.shuffle(seed)` here.
   """
 
-  def __init__(self, setup: Setup, model: Transformer, **options):
+  def __init__(
+    self,
+    setup: Setup,
+    model: Transformer,
+    *,
+    prefill_model: Transformer | None = None,
+  ):
     self.script: courier.Script = courier.shuffle(0)
     decode_device = jax.devices()[1]
     graph, params = nnx.split(model)
     self.engine = Engine(
-      model,
+      model if prefill_model is None else prefill_model,
       nnx.merge(graph, jax.device_put(params, decode_device)),
       setup.codec,
       setup.config,
       connect=lambda cut: _Patient(
         links.DeviceLink(decode_device), cut, lambda chunks: self.script(chunks)
       ),
-      **options,
     )
     self._references: dict[bytes, list[int]] = {}
 
@@ -187,6 +216,11 @@ def model(dtype: str = 'float32') -> Transformer:
 def bench(name: str) -> Bench:
   """Returns the engine of `SETUPS[name]`, always the same one."""
   return Bench(SETUPS[name], model())
+
+
+def in_one_worker(name: str):
+  """Returns a pytest parameter: tests of one engine share its programs."""
+  return pytest.param(name, marks=pytest.mark.xdist_group(name))
 
 
 def prompt(tokens: int, seed: int = 0) -> np.ndarray:

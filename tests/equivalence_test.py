@@ -241,7 +241,7 @@ def _batches(draw, name):
   )
 
 
-@pytest.mark.parametrize('name', engines.SETUPS)
+@pytest.mark.parametrize('name', map(engines.in_one_worker, engines.SETUPS))
 def test_committed_tokens_are_the_reference(name):
   bench = engines.bench(name)
   drafted = accepted = 0
@@ -274,8 +274,10 @@ def test_committed_tokens_are_the_reference(name):
       drafted, accepted = drafted + result.drafted, accepted + result.accepted
 
   check()
+  if name in ('int8', 'int4', 'dense', 'short'):
+    assert drafted == 0
+  else:
+    assert accepted > 0
   if name in ('lynx', 'coarse', 'interleaved', 'mixed'):
     # Else the drafts were never wrong, and the test could not fail.
-    assert 0 < accepted < drafted
-  else:
-    assert drafted == 0
+    assert accepted < drafted

@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine beside its output: cancel, failures, limits, compiles, fetches."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lynx_jax import programs
+from lynx_jax.config import ConfigError
+from lynx_jax.engine import (
+  Costs,
+  Engine,
+  Finished,
+  Form,
+  Provisional,
+  Request,
+  State,
+)
+from lynx_jax.prefill import NonFiniteError, Prefill
+from lynx_jax.transport import courier, links, scheduler
+from lynx_jax.transport.streams import Stream, TransferError
+from tests import engines
+
+# All use one engine, and share its programs with the equivalence test.
+pytestmark = pytest.mark.xdist_group('lynx')
+SETUP = engines.SETUPS['lynx']
+OUTPUTS = engines.OUTPUT_TOKENS
+POISON = 7  # a token id that some prompts hold
+
+
+def _request(tokens: int, output_tokens: int = OUTPUTS, **options) -> Request:
+  prompt = engines.prompt(tokens).tolist()
+  return Request(prompt=prompt, output_tokens=output_tokens, **options)
+
+
+def _nothing(chunks):
+  del chunks
+  return []
+
+
+def _anchors(chunks):
+  return [c for c in chunks if c.stream is Stream.ANCHOR]
+
+
+@pytest.fixture
+def bench():
+  """The shared engine, idle before and after."""
+  bench = engines.bench('lynx')
+  bench.script = courier.shuffle(0)
+  bench.configure(draft_tokens=3, backlog_tokens=12)
+  yield bench
+  assert not bench.engine.busy
+
+
+def _step_until(bench, request: int, state: State) -> list:
+  events = []
+  for _ in range(100_000):
+    if bench.engine.result(request).state is state:
+      return events
+    events += bench.engine.step()
+  raise AssertionError(f'{bench.engine.result(request).state}, not {state}')
+
+
+def _finish(bench) -> list:
+  events = []
+  while bench.engine.busy:
+    events += bench.engine.step()
+  return [*events, *bench.engine.step()]
+
+
+REACHED_BY = {
+  State.QUEUED: _nothing,
+  State.RECEIVING: lambda chunks: chunks[::2] if len(chunks) > 8 else [],
+  State.DRAFTING: _anchors,
+  State.DECODING: list,
+}
+
+
+@pytest.mark.parametrize('state', REACHED_BY)
+def test_cancel_frees_the_slot_in_every_state(bench, state):
+  engine = bench.engine
+  victim_request = _request(200)
+  references = {
+    tokens: bench.reference(engines.prompt(tokens))
+    for tokens in (200, 150, 90, 33)
+  }
+  bench.configure(draft_tokens=3)
+  bench.script = REACHED_BY[state]
+  others = []
+  if state is State.QUEUED:
+    others = [engine.submit(_request(150)) for _ in range(SETUP.config.slots)]
+  victim = engine.submit(victim_request)
+  events = _step_until(bench, victim, state)
+  if state is not State.QUEUED:
+    others.append(engine.submit(_request(150)))
+    for _ in range(3):  # into the middle of it
+      events += engine.step()
+  assert engine.result(victim).state is state
+
+  engine.cancel(victim)
+  engine.cancel(victim)
+  bench.script = courier.shuffle(1)
+  others += [engine.submit(_request(n)) for n in (90, 33, 200)]
+  events += _finish(bench)
+  mine = [e for e in events if e.request == victim]
+  assert mine[-1] == Finished(victim, State.CANCELLED, mine[-1].at_s)
+  reader = engines.Reader(references[200])
+  for event in mine:
+    reader.take(event)
+  result = engine.forget(victim)
+  assert result.tokens == result.shown == reader.shown
+  assert len(result.tokens) < OUTPUTS
+  for key in others:
+    result = engine.forget(key)
+    assert result.state is State.DONE
+    assert result.tokens == references[result.prompt_tokens]
+  with pytest.raises(KeyError):
+    engine.result(victim)
+
+
+@pytest.mark.parametrize('forget', [False, True])
+def test_a_late_chunk_never_lands(bench, forget):
+  """Not even from a transport that goes on after `cancel`."""
+  engine = bench.engine
+  expected = bench.reference(engines.prompt(150))
+  bench.configure(draft_tokens=3)
+  transport = engine._sender.transport
+  arrived, caught = transport.arrived, []
+
+  def catch():
+    caught.extend(arrived())
+    return []
+
+  transport.arrived = catch
+  try:
+    victim = engine.submit(_request(200))
+    while len(caught) < 5:
+      engine.step()
+    engine.cancel(victim)
+    if forget:
+      engine.forget(victim)
+    engine.step()
+    transport.arrived = lambda: [*caught, *arrived()]
+    key = engine.submit(_request(150))
+    _step_until(bench, key, State.DONE)
+  finally:
+    del transport.arrived
+  assert engine.forget(key).tokens == expected
+
+
+def test_an_abandoned_stream_cancels_its_request(bench):
+  stream = bench.engine.stream(_request(150))
+  assert isinstance(next(stream), Provisional)
+  stream.close()
+  assert not bench.engine.busy
+
+
+def test_results_of_other_requests_are_kept_while_one_streams(bench):
+  expected = bench.reference(engines.prompt(90))
+  bench.configure(draft_tokens=3)
+  other = bench.engine.submit(_request(90, 5))
+  result = bench.engine.generate(_request(150))
+  assert len(result.tokens) == OUTPUTS
+  _finish(bench)
+  assert bench.engine.forget(other).tokens == expected[:5]
+
+
+def test_a_prompt_may_change_after_submission(bench):
+  expected = bench.reference(engines.prompt(90))
+  request = _request(90)
+  key = bench.engine.submit(request)
+  request.prompt.clear()
+  _finish(bench)
+  assert bench.engine.forget(key).tokens == expected
+
+
+def test_one_token_needs_no_transfer(bench):
+  bench.script = _nothing
+  result = bench.engine.generate(_request(200, 1))
+  assert result.tokens == bench.reference(engines.prompt(200))[:1]
+  assert result.anchor_bytes == 0
+
+
+@pytest.mark.parametrize(
+  'prompt, output_tokens, message',
+  [
+    ([], 4, 'no tokens'),
+    ([1] * 201, 4, '201 tokens.*prompt_tokens=200'),
+    ([1, 64], 4, r'1\.\.64 must be in 0\.\.63'),
+    ([-1], 4, r'-1\.\.-1 must be'),
+    ([1], 0, 'output_tokens=0 must be'),
+    ([1], OUTPUTS + 1, rf'={OUTPUTS + 1} must be in 1\.\.{OUTPUTS}'),
+  ],
+)
+def test_what_does_not_fit_is_refused(bench, prompt, output_tokens, message):
+  with pytest.raises(ConfigError, match=message):
+    bench.engine.submit(Request(prompt=prompt, output_tokens=output_tokens))
+
+
+def test_two_engines_take_turns_on_one_model(bench):
+  other = engines.Bench(SETUP, engines.model())
+  other.configure(draft_tokens=5)
+  expected = bench.reference(engines.prompt(150))
+  bench.configure(draft_tokens=1)
+  with other.engine:
+    keys = [b.engine.submit(_request(150)) for b in (bench, other)]
+    while bench.engine.busy or other.engine.busy:
+      bench.engine.step()
+      other.engine.step()
+    for b, key in zip((bench, other), keys, strict=True):
+      assert b.engine.forget(key).tokens == expected
+
+
+def test_a_backlog_is_drafted_one_fetch_a_round_and_bounded(bench):
+  bench.configure(backlog_tokens=7)
+  bench.script = _anchors
+  engine = bench.engine
+  key = engine.submit(_request(200))
+  events = _step_until(bench, key, State.DRAFTING)
+  while len(engine.result(key).shown) < 1 + 7:
+    with programs.counting() as counts:
+      events = engine.step()
+    assert [type(e) for e in events] == [Provisional]
+    assert counts.fetches == 1
+  with programs.counting() as counts:
+    assert engine.step() == []
+  assert counts.fetches == 0
+  assert len(engine.result(key).tokens) == 1
+  bench.script = list
+  _finish(bench)
+  result = engine.forget(key)
+  drafted, _ = result.rounds[0]
+  assert drafted == SETUP.config.verify_rows - 1  # the backlog goes by blocks
+  assert result.tokens == bench.reference(engines.prompt(200))
+
+
+def test_unwatched_requests_decode_in_one_call_with_drafts(bench):
+  bench.script = list
+  result = bench.engine.generate(_request(200, streamed=False))
+  # Token 1, one backlog round, then everything at once.
+  assert len(set(result.commit_times_s)) <= 3
+  assert any(drafted == 3 for drafted, _ in result.rounds[1:])
+
+
+def test_nothing_is_compiled_after_warm_up():
+  # Sizes that no other test has, so that nothing is compiled before.
+  setup = engines.setup((4, 4), slots=2, prompt_tokens=130, output_tokens=9)
+  bench = engines.Bench(setup, engines.model())
+  with bench.engine as engine:
+    with programs.counting() as counts:
+      costs = engine.warm_up()
+    assert counts.compiles > 10
+    assert min(dataclasses.astuple(costs)) > 0
+    assert engine.costs == costs
+    prompts = {n: engines.prompt(n) for n in setup.lengths}
+    with programs.counting() as counts:
+      expected = {n: engine.reference(p, 9) for n, p in prompts.items()}
+      keys = {}
+      for index, tokens in enumerate(prompts):
+        request = _request(
+          tokens,
+          9,
+          form=Form.PLAIN if index % 5 == 4 else Form.VERIFY,
+          streamed=index % 3 == 0,
+        )
+        keys[engine.submit(request)] = request
+      cancelled = engine.submit(_request(100, 9))
+      engine.cancel(cancelled)
+      late = engine.submit(_request(130, 9))
+      engine.step()
+      engine.cancel(late)
+      while engine.busy:
+        engine.step()
+    assert counts.compiles == 0
+    for key, request in keys.items():
+      if request.form is Form.VERIFY:
+        assert engine.result(key).tokens == expected[len(request.prompt)]
+    engine.warm_up()
+    assert isinstance(engine.costs, Costs)
+
+
+def test_a_measured_step_leaves_no_trace(bench):
+  before = bench.reference(engines.prompt(150))
+  bench.engine.warm_up()
+  try:
+    bench.configure(draft_tokens=None)  # chosen from the costs
+    result = bench.engine.generate(_request(150))
+  finally:
+    bench.engine.costs = None
+  assert result.tokens == before
+  key = bench.engine.submit(_request(33))
+  with pytest.raises(RuntimeError, match=r'warm_up\(\) needs an engine'):
+    bench.engine.warm_up()
+  bench.engine.cancel(key)
+
+
+def _poisoned(path: tuple, index) -> object:
+  """Returns the model with NaN in one place of one parameter."""
+  graph, state = nnx.split(engines.model())
+  leaf = functools.reduce(lambda node, key: node[key], path, state)
+  value = leaf.get_value().at[index].set(jnp.nan)
+  state = jax.tree.map(lambda x: value if x is leaf.get_value() else x, state)
+  return nnx.merge(graph, state)
+
+
+@pytest.mark.parametrize('name, other', [('k', 'v'), ('v', 'k')])
+def test_not_finite_values_are_named(name, other):
+  model = _poisoned(('layers', 1, name), (0, 0, 0))
+  prefill = Prefill(model, SETUP.codec, SETUP.config)
+  with pytest.raises(NonFiniteError) as caught:
+    list(prefill.chunks(engines.prompt(100)))
+  message = str(caught.value)
+  assert 'tokens 0..63' in message
+  assert f'{name} of layer 1' in message
+  assert f'{other} of layer 1' not in message
+  assert 'layer 0' not in message
+
+
+@pytest.mark.parametrize('setup', ['lynx', 'interleaved'])
+def test_a_failed_prefill_is_an_error_and_the_engine_goes_on(setup):
+  bench = engines.Bench(
+    engines.SETUPS[setup],
+    engines.model(),
+    prefill_model=_poisoned(('embedding',), POISON),
+  )
+  good = np.where(engines.prompt(150) == POISON, 0, engines.prompt(150))
+  spoilt = good.copy()
+  spoilt[140] = POISON  # in the third token chunk
+  request = Request(prompt=spoilt.tolist(), output_tokens=8)
+  with bench.engine as engine:
+    other = engine.submit(Request(prompt=good.tolist(), output_tokens=OUTPUTS))
+    with pytest.raises(
+      NonFiniteError, match=r'tokens 128\.\.149.*k of layer 0'
+    ):
+      engine.generate(request)
+    key = engine.submit(request)
+    _finish(bench)
+    failed = engine.result(key)
+    assert failed.state is State.FAILED
+    assert isinstance(failed.error, NonFiniteError)
+    assert failed.tokens == failed.shown == []
+    expected = bench.reference(good)
+    assert engine.result(other).tokens == expected
+    assert engine.generate(
+      Request(prompt=good.tolist(), output_tokens=OUTPUTS)
+    ).tokens == (expected)
+
+
+def test_an_error_of_the_transport_surfaces():
+  def connect(cut):
+    def broken(chunk):
+      if chunk.token_chunk == 1:
+        raise OSError('the cable is gone')
+      return cut(chunk)
+
+    return courier.Courier(
+      scheduler.Scheduler(1), links.DeviceLink(jax.devices()[0]), broken
+    )
+
+  model = engines.model()
+  with Engine(
+    model, model, SETUP.codec, SETUP.config, connect=connect
+  ) as engine:
+    with pytest.raises(TransferError, match='the cable is gone'):
+      engine.generate(_request(200))
+    with pytest.raises(TransferError):
+      engine.step()
+
+
+def test_a_real_courier_serves_several_requests(bench):
+  """The thread, its races included, instead of the script."""
+  expected = {n: bench.reference(engines.prompt(n)) for n in (200, 97, 33, 1)}
+  model, device = engines.model(), jax.devices()[0]
+
+  def connect(cut):
+    link = links.EmulatedLink(device, rate_gbps=0.1, rtt_ms=2)
+    return courier.Courier(scheduler.Scheduler(1), link, cut)
+
+  with Engine(
+    model, model, SETUP.codec, SETUP.config, connect=connect
+  ) as engine:
+    for round_ in range(4):
+      keys = [engine.submit(_request(n)) for n in expected]
+      doomed = engine.submit(_request(150))
+      for _ in range(4 * round_):
+        engine.step()
+      engine.cancel(doomed)
+      while engine.busy:
+        engine.step()
+      for key in keys:
+        result = engine.forget(key)
+        assert result.tokens == expected[result.prompt_tokens]
+
+
+def test_close_stops_a_prefill_and_says_so_afterwards():
+  bench = engines.Bench(SETUP, engines.model())
+  engine = bench.engine
+  keys = [engine.submit(_request(200)) for _ in range(5)]
+  engine.step()
+  engine.close()
+  engine.close()
+  assert not engine._sender._thread.is_alive()
+  assert engine.result(keys[0]).state is State.RECEIVING
+  for call in (engine.step, engine.warm_up, lambda: engine.submit(_request(9))):
+    with pytest.raises(RuntimeError, match='the engine is closed'):
+      call()
+
+
+def test_an_interrupt_leaves_an_engine_that_can_be_closed():
+  bench = engines.Bench(SETUP, engines.model())
+
+  def interrupt(chunks):
+    raise KeyboardInterrupt
+
+  with contextlib.suppress(KeyboardInterrupt), bench.engine as engine:
+    bench.script = interrupt
+    engine.generate(_request(200))
+    raise AssertionError('not interrupted')
+  assert not engine._sender._thread.is_alive()
