@@ -184,12 +184,10 @@ def _build(cell):
     kv = shape((2, 1, cell.kv_heads, cell.tokens, cell.head_dim))
     return bf16, (q, kv, kv, scalar, lengths), 'attention_bf16'
 
-  blocks = split_attention_tpu.BlockSizes.default(
+  sizes = split_attention_tpu.BlockSizes.default(
     cell.generation, head_dim=cell.head_dim, query_rows=cell.query_rows
   )
-  blocks = dataclasses.replace(
-    blocks, tokens=cell.block, heads=cell.block_heads
-  )
+  sizes = dataclasses.replace(sizes, tokens=cell.block, heads=cell.block_heads)
 
   def attention(q, k, v, layer, prefix_tokens):
     return split_attention_tpu.split_attention_tpu(
@@ -200,7 +198,7 @@ def _build(cell):
       prefix_tokens=prefix_tokens,
       sinks=4,
       logits_scale=1.0,
-      block_sizes=blocks,
+      block_sizes=sizes,
     )
 
   packed = _packed(cell, (2, 1)).keep(ATTENTION[cell.kernel])
@@ -252,7 +250,7 @@ def add_speedups(records: list[dict]) -> None:
       for n in ('generation', 'head_dim', 'query_rows', 'kv_heads', 'tokens')
     )
 
-  best = {}
+  best: dict[tuple, int] = {}
   for record in records:
     if record['kernel'] == 'attention_bf16':
       cost = record['cost_cycles']

@@ -187,12 +187,13 @@ def _kernels(hlo):
       slots=slots,
       capacity=capacity,
       vmem_bytes=memory[name]['total_size'],
-      window_bytes=sum(
-        w['size'] // int(re.search(r'has (\d+) buffering', w['tag'])[1])
-        for w in windows
-        if 'buffering' in w['tag']
-      ),
+      window_bytes=sum(map(_window_bytes, windows)),
     )
+
+
+def _window_bytes(allocation):
+  levels = re.search(r'has (\d+) buffering', allocation['tag'])
+  return allocation['size'] // int(levels[1]) if levels else 0
 
 
 def _one(pattern):

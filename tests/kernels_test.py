@@ -324,8 +324,10 @@ class AttentionTest(parameterized.TestCase):
     self.check(residual=residual)
 
   def test_window(self):
-    first = ((0, 1100), (130, 300))
-    self.check(rows=2, first=first, tokens=(2048, 384), capacity=2048, heads=2)
+    first = ((0, 1100), (384, 400), (130, 300))
+    self.check(
+      rows=2, first=first, tokens=(2048, 384, 384), capacity=2048, heads=2
+    )
 
   def test_soft_cap(self):
     self.check(soft_cap=5.0, q_size=6.0)

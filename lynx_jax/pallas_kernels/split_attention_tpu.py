@@ -9,11 +9,11 @@ How the work is laid out:
   the planes by masks and shifts of whole 32-bit words; no value is dequantised.
   Scales and offsets are folded into the query and into the output.
 * The MXU multiplies int8. A query row, and a row of softmax weights, goes in as
-  two int8 digits (`_digits`): 16-bit operands, and up to 16 rows cost the MXU
-  no more than one.
+  two int8 digits (`tiles.digits`): 16-bit operands, and up to 16 rows cost the
+  MXU no more than one.
 * A *tile* is what one vector register of scores holds: two groups where there
   are at most 4 query rows (or head dim is 64), one group otherwise; see
-  `_Tile`. Every row of every tile has its own maximum, so that weights far
+  `Tile`. Every row of every tile has its own maximum, so that weights far
   below a slot's maximum (all but an attention sink's) keep their 16 bits.
 * The grid runs over the (slot, block of tokens) pairs that hold tokens: ragged
   slots waste nothing. A block takes all its KV heads at once, in two phases:
@@ -36,16 +36,11 @@ from jax.experimental.pallas import tpu as pltpu
 from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import Axis, Rotation, TensorCodec
-from lynx_jax.pallas_kernels import words
+from lynx_jax.pallas_kernels import tiles, words
+from lynx_jax.pallas_kernels.tiles import GROUP, LANES, LIMIT, Tile
 
-_LANES = 128
-_GROUP = 128
 # Stands for -inf: exp2 of a difference of two of them is 1, not NaN.
 _MASKED = -1e30
-# Largest magnitude `_digits` can hold: the high digit stays within int8.
-_DIGITS = 32512.0
-# Adding 1.5 * 2^23 leaves a float32's integer part in its low bits.
-_MAGIC = 1.5 * 2**23 + 128
 # The compiler's default, 16 MiB on some generations, is a quarter of the least
 # there is.
 _VMEM_LIMIT_BYTES = 48 << 20
@@ -58,7 +53,7 @@ class BlockSizes:
   Attributes:
     tokens: of a slot; a multiple of 1024.
     heads: KV heads; fewer where a cache has fewer.
-    tiles_per_dot: tiles (see `_Tile`) that share an MXU product; 2 fills the
+    tiles_per_dot: tiles (see `Tile`) that share an MXU product; 2 fills the
       256 columns of v6e and tpu7x at head dim 64.
     run: groups that are scored together, then summed; None is a step's all.
     lag: runs scored before the first is summed; None is a step's all.
@@ -84,7 +79,7 @@ class BlockSizes:
         run=None if wide else 4,
         lag=None if wide else 1,
       )
-    return cls(tiles_per_dot=2 if wide and head_dim < _LANES else 1)
+    return cls(tiles_per_dot=2 if wide and head_dim < LANES else 1)
 
   def __post_init__(self):
     if self.tokens <= 0 or self.tokens % 1024:
@@ -99,117 +94,6 @@ class _Packed(NamedTuple):
   planes: tuple[Any, ...]
   scale: Any
   offset: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tile:
-  """How query rows and groups of tokens share a vector register.
-
-  `rows` (the query rows of a KV head, padded) times `pack` groups are the
-  sublanes of a tile. Groups meet in two ways, here for 4 rows:
-
-  | head dim | row 1 (group g) | row 5 (group g + 1) |
-  |---|---|---|
-  | 128, 256: side by side | lanes 0..127 of the scores | lanes 128..255 |
-  | 64: stacked | q in lanes 0..63, rest 0 | q in lanes 64..127, rest 0 |
-
-  Side by side, a product over two groups is computed for all rows and
-  `select` keeps each row's own group. Stacked, the zeros do that.
-  """
-
-  head_dim: int
-  rows: int
-  pack: int
-
-  @classmethod
-  def of(cls, query_rows: int, head_dim: int) -> '_Tile':
-    pack = 2 if head_dim < _LANES or query_rows <= 4 else 1
-    unit = 8 // pack
-    return cls(head_dim, -(-query_rows // unit) * unit, pack)
-
-  @property
-  def stacked(self) -> bool:
-    return self.head_dim < _LANES
-
-  @property
-  def sublanes(self) -> int:
-    return self.rows * self.pack
-
-  @property
-  def width(self) -> int:
-    """Lanes of the query and of the output."""
-    return max(self.head_dim, _LANES)
-
-  def arrange(self, q):
-    """Lays out [..., rows, H] as [..., sublanes, width]."""
-    if not self.stacked:
-      return jnp.concatenate([q] * self.pack, -2)
-    zero = jnp.zeros_like(q)
-    first = jnp.concatenate([q, zero], -1)
-    return jnp.concatenate([first, jnp.concatenate([zero, q], -1)], -2)
-
-  def _first(self, width):
-    row = lax.broadcasted_iota(jnp.int32, (self.sublanes, width), 0)
-    return row < self.rows
-
-  def select(self, x, width):
-    """Keeps each row's own group of [sublanes, pack * width]."""
-    if self.stacked or self.pack == 1:
-      return x
-    return jnp.where(self._first(width), x[:, :width], x[:, width:])
-
-  def channel_rows(self, table, staging):
-    """Lays out a [groups, H] table so that a row fills `width`."""
-    if not self.stacked:
-      return table
-    staging[...] = table
-    half = table.shape[0] // 2
-    even, odd = (staging[pl.ds(i, half, stride=2), :] for i in range(2))
-    return jnp.concatenate([even, odd], -1)
-
-  def channels(self, ref, head, g):
-    """Reads tile g's scales of channels from a table of `channel_rows`."""
-    if self.stacked:
-      row = ref[head, pl.ds(g // 2, 1), :]
-      return jnp.broadcast_to(row, (self.sublanes, self.width))
-    return self._rows(ref, head, g)
-
-  def tokens(self, ref, head, g):
-    """Reads tile g's scales of tokens from a [heads, groups, Q] table."""
-    return self._rows(ref, head, g)
-
-  def _rows(self, ref, head, g):
-    size = (self.sublanes, ref.shape[-1])
-    rows = [
-      jnp.broadcast_to(ref[head, pl.ds(g + i, 1), :], size)
-      for i in range(self.pack)
-    ]
-    return functools.reduce(
-      lambda a, b: jnp.where(self._first(size[1]), a, b), rows
-    )
-
-  def per_group(self, values):
-    """Returns a column that holds `values[i]` in the rows of group i."""
-    return functools.reduce(
-      lambda a, b: jnp.where(self._first(1), a, b), values
-    )
-
-  def spread(self, x):
-    """Widens a lane-replicated [sublanes, 128] to `width`."""
-    return jnp.concatenate([x] * (self.width // _LANES), 1)
-
-  def merge(self, top, mass, out):
-    """Merges the groups' partial softmax: three [rows, ...] arrays."""
-    if self.pack == 1:
-      return top, mass, out
-    n, h = self.rows, self.head_dim
-    first, second = out[:n, :h], out[n:, -h:]
-    peak = jnp.maximum(top[:n], top[n:])
-    a, b = jnp.exp2(top[:n] - peak), jnp.exp2(top[n:] - peak)
-    wide = max(h // _LANES, 1)
-    a_out, b_out = (jnp.concatenate([x] * wide, 1)[:, :h] for x in (a, b))
-    out = first * a_out + second * b_out
-    return peak, mass[:n] * a + mass[n:] * b, out
 
 
 def split_attention_tpu(
@@ -243,7 +127,7 @@ def split_attention_tpu(
     Unsupported: the nearest shape that works is in the message.
   """
   batch, rows, heads, head_dim = q.shape
-  kv_heads = k.planes[0].shape[2]
+  kv_heads = k.scale.shape[2]
   per_head = heads // kv_heads
   if not interpret:
     words.check_device()
@@ -255,12 +139,12 @@ def split_attention_tpu(
   for name, packed in (('k', k), ('v', v)):
     read = packed.codec.planes[: packed.depth]
     words.check_planes(name, read, head_dim, packed.group)
-  tile = _Tile.of(rows * per_head, head_dim)
+  tile = Tile.of(rows * per_head, head_dim)
   step_groups = words.groups_per_step(
-    k.groups, blocks.tokens // _GROUP, tile.pack
+    k.groups, blocks.tokens // GROUP, tile.pack
   )
   step_heads = max(n for n in range(1, blocks.heads + 1) if kv_heads % n == 0)
-  step_tokens = step_groups * _GROUP
+  step_tokens = step_groups * GROUP
 
   q = q.astype(jnp.float32) * np.float32(logits_scale * math.log2(math.e))
   q = q.reshape(batch, rows, kv_heads, per_head, head_dim)
@@ -289,9 +173,9 @@ def split_attention_tpu(
   layer = jnp.asarray(layer, jnp.int32).reshape(1)
   pages = None
   if block_table is not None:
-    pages = jnp.clip(block_table, 0, batch * k.groups - 1).astype(jnp.int32)
-    operands = tuple(_gather_scales(x, layer[0], pages) for x in operands)
-    pages = pages // k.groups, pages % k.groups
+    page = jnp.clip(block_table, 0, batch * k.groups - 1).astype(jnp.int32)
+    operands = tuple(_gather_scales(x, layer[0], page) for x in operands)
+    pages = page // k.groups, page % k.groups
   scalars = _Scalars(
     layer,
     slot,
@@ -315,20 +199,22 @@ def split_attention_tpu(
       lambda h, i, scalars: (scalars.slots[i], h, 0, 0),
     )
 
-  firsts, first_spec = (), ()
+  firsts: Any = ()
+  first_spec: Any = ()
   if first_tokens is not None:
     firsts = jnp.repeat(first_tokens.astype(jnp.int32), per_head, 1)
     firsts = jnp.pad(firsts, ((0, 0), (0, spare)))
-    firsts = jnp.tile(firsts[:, :, None], (1, tile.pack, _LANES))
+    firsts = jnp.tile(firsts[:, :, None], (1, tile.pack, LANES))
     first_spec = pl.BlockSpec(
-      (None, *firsts.shape[1:]), lambda h, i, scalars: (scalars.slots[i], 0, 0)
+      (None, tile.sublanes, LANES),
+      lambda h, i, scalars: (scalars.slots[i], 0, 0),
     )
 
   n_copies = len(jax.tree.leaves(operands))
   n_tiles = step_groups // tile.pack
-  state = (step_heads, tile.sublanes, _LANES)
+  state = (step_heads, tile.sublanes, LANES)
   per_tile = pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32)
-  table = pltpu.VMEM((step_heads, step_groups, _LANES), jnp.float32)
+  table = pltpu.VMEM((step_heads, step_groups, LANES), jnp.float32)
   channel_rows = step_groups * head_dim // tile.width
   channel = pltpu.VMEM((step_heads, channel_rows, tile.width), jnp.float32)
   scratch = _Scratch(
@@ -344,7 +230,7 @@ def split_attention_tpu(
     if tile.stacked
     else None,
     weights=pltpu.VMEM(
-      (step_heads, n_tiles, 2 * tile.sublanes, _LANES), jnp.int8
+      (step_heads, n_tiles, 2 * tile.sublanes, LANES), jnp.int8
     ),
     tops=per_tile,
     masses=per_tile,
@@ -369,12 +255,12 @@ def split_attention_tpu(
       num_scalar_prefetch=1,
       grid=(kv_heads // step_heads, steps),
       in_specs=[per_slot(tile.sublanes, tile.width), first_spec, *hbm],
-      out_specs=[per_slot(tile.rows, head_dim), per_slot(tile.rows, _LANES)],
+      out_specs=[per_slot(tile.rows, head_dim), per_slot(tile.rows, LANES)],
       scratch_shapes=[scratch],
     ),
     out_shape=[
       jax.ShapeDtypeStruct((batch, kv_heads, tile.rows, n), jnp.float32)
-      for n in (head_dim, _LANES)
+      for n in (head_dim, LANES)
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary'),
@@ -385,7 +271,10 @@ def split_attention_tpu(
     name='split_attention',
   )(scalars, q, firsts, *operands)
 
-  held = (prefix_tokens > 0)[:, None, None, None]  # others were never written
+  seen = prefix_tokens > 0
+  if first_tokens is not None:
+    seen &= jnp.min(first_tokens, 1) < prefix_tokens
+  held = seen[:, None, None, None]  # what no step visits was never written
   out, lse = jnp.where(held, out, 0.0), jnp.where(held, lse, -jnp.inf)
   if v.codec.rotation is Rotation.HADAMARD:
     out = codec_lib.rotate(out)
@@ -492,7 +381,7 @@ def _kernel(
   lse_ref,
   scratch,
   *,
-  tile: _Tile,
+  tile: Tile,
   codecs: tuple[TensorCodec, TensorCodec],
   groups: int,
   blocks: BlockSizes,
@@ -504,7 +393,7 @@ def _kernel(
   step, steps = pl.program_id(1), pl.num_programs(1)
   slot, block = scalars.slots[step], scalars.blocks[step]
   buffer = step & 1
-  tokens = scalars.prefix_tokens[slot] - block * (groups * _GROUP)
+  tokens = scalars.prefix_tokens[slot] - block * (groups * GROUP)
   held = lax.shift_right_logical(tokens, np.int32(7))
   copies = functools.partial(
     _copies,
@@ -542,12 +431,12 @@ def _kernel(
   )
   full = None
   if mixed:
-    full = scalars.residual_tokens[slot] - block * (groups * _GROUP)
+    full = scalars.residual_tokens[slot] - block * (groups * GROUP)
     full = jnp.right_shift(full, 7)
   # Positions inside this block from which a query row sees tokens.
   first = None
   if not isinstance(first_ref, tuple):
-    first = first_ref[...] - block * (groups * _GROUP)
+    first = first_ref[...] - block * (groups * GROUP)
 
   queries = [
     _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full)
@@ -586,7 +475,7 @@ def _kernel(
     if 0 <= n - lag < len(runs):
       _accumulate(*runs[n - lag], v, scratch, tile, codecs[1], full, together)
 
-  @pl.when(tokens <= groups * _GROUP)
+  @pl.when(tokens <= groups * GROUP)
   def _():
     for h in range(heads):
       top, mass, out = tile.merge(
@@ -637,7 +526,7 @@ def _copies(scalars, hbm, scratch, first_head, step, *, start, groups, mixed):
       later = functools.partial(copy, *pair, n + depth, True)
       if mixed and depth > 0:
         # No byte is read where no group has its Residual.
-        least = block * (groups * _GROUP) + _GROUP
+        least = block * (groups * GROUP) + GROUP
         pl.when(scalars.residual_tokens[slot] >= least)(later)
       else:
         later()
@@ -680,13 +569,13 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
 
   scale, scratch.v_bias[h] = table(v, codecs[1], staging[2:])
   if codecs[1].axis is Axis.CHANNEL:
-    scratch.v_scale[h] = scale * (1 / _DIGITS)
+    scratch.v_scale[h] = scale * (1 / LIMIT)
   else:
     largest = jnp.max(scale, axis=1, keepdims=True)
     largest = jnp.maximum(largest, np.float32(1e-30))
-    scratch.v_scale[h] = scale * (_DIGITS / largest)
-    scratch.v_unit[h] = jnp.broadcast_to(largest * (1 / _DIGITS), scale.shape)
-  return q, q * (_DIGITS / size), size * (1 / _DIGITS)
+    scratch.v_scale[h] = scale * (LIMIT / largest)
+    scratch.v_unit[h] = jnp.broadcast_to(largest * (1 / LIMIT), scale.shape)
+  return q, q * (LIMIT / size), size * (1 / LIMIT)
 
 
 def _weigh(
@@ -707,17 +596,17 @@ def _weigh(
 ):
   """Scores tiles and stores their weights, these' maxima and sums."""
   q, fine, unit = query
-  size = (tile.sublanes, _GROUP)
+  size = (tile.sublanes, GROUP)
   digits, codes = [], []
   for g in gs:
     scaled = fine
     if codec.axis is Axis.CHANNEL:
       scaled = fine * tile.channels(scratch.k_scale, h, g)
-    digits.append(_digits(scaled))
+    digits.append(tiles.digits(scaled))
     code = _codes(h, g, k.planes, codec, tile, full)
     codes.append(jnp.concatenate(code, 0 if tile.stacked else 1))
-  for g, dot in zip(gs, _products(digits, codes, 1), strict=True):
-    score = _join(dot, tile, _GROUP)
+  for g, dot in zip(gs, tiles.products(digits, codes, 1), strict=True):
+    score = tiles.join(dot, tile, GROUP)
     if codec.axis is Axis.CHANNEL:
       bias = q * tile.channels(scratch.k_bias, h, g)
       score = score * unit + jnp.sum(bias, 1, keepdims=True)
@@ -731,17 +620,17 @@ def _weigh(
     score = jnp.where(group < held, score, _MASKED)
     lane = lax.broadcasted_iota(jnp.int32, size, 1)
     if first is not None:
-      score = jnp.where(group * _GROUP + lane < first, _MASKED, score)
+      score = jnp.where(group * GROUP + lane < first, _MASKED, score)
     if sinks is not None and g == 0:
       score = jnp.where((lane < sinks) & (group == 0), _MASKED, score)
     top = jnp.max(score, 1, keepdims=True)
     weight = jnp.exp2(score - top)
     n = g // tile.pack
     if v_axis is Axis.CHANNEL:
-      scratch.weights[h, n] = _digits(weight * _DIGITS)
+      scratch.weights[h, n] = tiles.digits(weight * LIMIT)
     else:
       fine_weight = weight * tile.tokens(scratch.v_scale, h, g)
-      scratch.weights[h, n] = _digits(fine_weight)
+      scratch.weights[h, n] = tiles.digits(fine_weight)
       shift = weight * tile.tokens(scratch.v_bias, h, g)
       shift = jnp.sum(shift, 1, keepdims=True)
       scratch.shifts[h, n] = jnp.broadcast_to(shift, size)
@@ -763,10 +652,10 @@ def _accumulate(h, run, v, scratch, tile, codec, full, together):
     codes = [
       jnp.concatenate(_codes(h, g, v.planes, codec, tile, full), 0) for g in gs
     ]
-    for g, dot in zip(gs, _products(weights, codes, 0), strict=True):
+    for g, dot in zip(gs, tiles.products(weights, codes, 0), strict=True):
       n = g // tile.pack
       tile_mass = scratch.masses[h, n]
-      value = _join(dot, tile, tile.head_dim)
+      value = tiles.join(dot, tile, tile.head_dim)
       if codec.axis is Axis.CHANNEL:
         value = value * tile.channels(scratch.v_scale, h, g)
         value += tile.spread(tile_mass) * tile.channels(scratch.v_bias, h, g)
@@ -779,52 +668,10 @@ def _accumulate(h, run, v, scratch, tile, codec, full, together):
   scratch.top[h], scratch.mass[h], scratch.out[h] = top, mass, out
 
 
-def _products(left, right, side):
-  """Returns left[i] @ right[i], where side `side` of right[i] is the output's.
-
-  They go to the MXU as one product, which fills a wide MXU: each result is the
-  block on the diagonal.
-  """
-  rows, columns = left[0].shape[0], right[0].shape[side]
-  dot = lax.dot_general(
-    jnp.concatenate(left, 0),
-    jnp.concatenate(right, side),
-    (((1,), (1 - side,)), ((), ())),
-    preferred_element_type=jnp.int32,
-  )
-  return [
-    dot[i * rows : (i + 1) * rows, i * columns : (i + 1) * columns]
-    for i in range(len(left))
-  ]
-
-
 def _middle(codec, depth):
   """Returns u where the code byte is 0: the midpoint of what is unread."""
   below = codec.bits - sum(codec.planes[:depth])
   return 2.0 ** (codec.bits - 1) + (2.0**below - 1) / 2
-
-
-def _digits(x):
-  """Splits round(x) = 256 * high + low into int8 rows [high; low].
-
-  |x| <= 32512. The integer's bits are read off the mantissa, 128 too large, so
-  that the low digit is unsigned there and centred by flipping its top bit:
-
-  | x | bits & 0xFFFF | high | low |
-  |---|---|---|---|
-  | 200.0 | 0x0148 | 1 | -56 |
-  | -3.0 | 0x007D | 0 | -3 |
-  | -32512.0 | 0x8180 - 0x100 = 0x8080 | -127 | 0 |
-  """
-  bits = lax.bitcast_convert_type(x + np.float32(_MAGIC), jnp.int32)
-  return jnp.concatenate([bits >> 8, bits ^ 128], 0).astype(jnp.int8)
-
-
-def _join(dot, tile, width):
-  """Returns 256 * high + low of a product with `_digits`, as float32."""
-  high, low = dot[: tile.sublanes], dot[tile.sublanes :]
-  high, low = tile.select(high, width), tile.select(low, width)
-  return ((high << 8) + low).astype(jnp.float32)
 
 
 def _codes(h, g, planes, codec, tile, full):
