@@ -241,7 +241,7 @@ def _batches(draw, name):
   )
 
 
-@pytest.mark.parametrize('name', map(engines.in_one_worker, engines.SETUPS))
+@pytest.mark.parametrize('name', [*map(engines.in_one_worker, engines.SETUPS)])
 def test_committed_tokens_are_the_reference(name):
   bench = engines.bench(name)
   drafted = accepted = 0
