@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all figures share: their words, styles, numbers, and how they are saved.
 
-Figures read without colour, by position, marker, hatch or line style. The
+Figures read without colour, by position, marker or line style. The
 global state of matplotlib is left alone.
 """
 
@@ -31,7 +31,6 @@ _RC: dict[Any, Any] = {
   'ytick.labelsize': 6.5,
   'xtick.major.width': 0.6,
   'ytick.major.width': 0.6,
-  'hatch.linewidth': 0.5,
   'legend.fontsize': 6.5,
   'lines.solid_capstyle': 'butt',
   'svg.hashsalt': 'lynx',  # the same records give the same bytes
@@ -74,25 +73,24 @@ class Style:
   color: str
   line: Any
   marker: str
-  hatch: str
   width: float = 1.2
 
 
 # Colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people
 # with the common colour deficiencies tell apart.
 _STYLES = {
-  'bf16': Style('#4d4d4d', (0, (1, 1)), 's', '....'),
-  'int8': Style('#0072b2', (0, (5, 1.5)), '^', '////'),
-  'int4': Style('#009e73', (0, (4, 1, 1, 1)), 'v', '\\\\\\\\'),
-  'interleaved': Style('#cc79a7', (0, (4, 1, 1, 1, 1, 1)), 'D', 'xxxx'),
-  'lynx': Style('#d55e00', '-', 'o', '', 1.8),
+  'bf16': Style('#4d4d4d', (0, (1, 1)), 's'),
+  'int8': Style('#0072b2', (0, (5, 1.5)), '^'),
+  'int4': Style('#009e73', (0, (4, 1, 1, 1)), 'v'),
+  'interleaved': Style('#cc79a7', (0, (4, 1, 1, 1, 1, 1)), 'D'),
+  'lynx': Style('#d55e00', '-', 'o', 1.8),
 }
 _MORE_STYLES = (
-  Style('#56b4e9', (0, (8, 1.5)), 'P', '----'),
-  Style('#b58900', (0, (2, 1)), 'X', '++++'),
-  Style('#8c510a', (0, (8, 1, 2, 1)), '<', '||||'),
-  Style('#762a83', (0, (3, 2, 1, 2)), '>', 'oo'),
-  Style('#1b7837', (0, (1, 2)), 'p', '**'),
+  Style('#56b4e9', (0, (8, 1.5)), 'P'),
+  Style('#b58900', (0, (2, 1)), 'X'),
+  Style('#8c510a', (0, (8, 1, 2, 1)), '<'),
+  Style('#762a83', (0, (3, 2, 1, 2)), '>'),
+  Style('#1b7837', (0, (1, 2)), 'p'),
 )
 
 
@@ -182,7 +180,7 @@ def between(low: float | None, high: float | None) -> str:
 
 def short(value: float) -> str:
   """Returns three digits, for labels in figures."""
-  return f'{value:.3g}' if value < 100 else f'{value:,.0f}'
+  return f'{value:#.3g}' if 1e-4 <= value < 100 else f'{value:,.3g}'
 
 
 def rate(gbps: float) -> str:

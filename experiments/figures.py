@@ -91,9 +91,9 @@ def ttft(
   for axes, (mode, (prefill_s, bars)) in zip(
     grid[:, 0], panels.items(), strict=True
   ):
-    axes.set_xlim(0, right * 1.3)
+    axes.set_xlim(0, right * 1.26)
     _draw_bars(axes, bars, prefill_s, styles)
-    axes.set_title(mode, loc='left', weight='bold', pad=9)
+    axes.set_title(mode, loc='left', weight='bold', pad=13)
     for bar in bars:
       low, high = summaries.interval(bar.values)
       table.append(
@@ -246,10 +246,10 @@ def _draw_bars(
   axes.annotate(
     f'prefill and split, {drawing.short(prefill_s)} s',
     (prefill_s, 1.0),
-    (0, 1.5),
+    (-3, 1.5),
     xycoords=('data', 'axes fraction'),
     textcoords='offset points',
-    ha='right',
+    ha='left',
     va='bottom',
     fontsize=6,
     color=drawing.QUIET,
@@ -300,6 +300,9 @@ def tokens_over_time(
     (drawing.WIDTH_IN, 2.75 * len(panels) + 0.2), layout='constrained'
   )
   grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
+  lines = [line for curves in panels.values() for _, _, line, _ in curves]
+  left = min(0.0, *(float(x[0]) for x, _, _ in lines))
+  right = max(1e-3, *(float(x[-1]) for x, _, _ in lines))
   table = []
   for axes, (mode, curves) in zip(grid[:, 0], panels.items(), strict=True):
     axes.set_title(mode, loc='left', weight='bold', pad=26)
@@ -307,6 +310,8 @@ def tokens_over_time(
     for name, form, (x, committed, shown), n in curves:
       style = styles[name]
       plain = form == 'plain'
+      done = int(np.argmax(committed == committed[-1]))
+      x, committed, shown = (a[: done + 1] for a in (x, committed, shown))
       if np.any(shown > committed):
         axes.fill_between(
           x,
@@ -334,7 +339,6 @@ def tokens_over_time(
         lw=0.7 if plain else style.width,
         zorder=3,
       )
-      done = int(np.argmax(committed == committed[-1]))
       axes.plot(
         x[done],
         committed[done],
@@ -359,8 +363,6 @@ def tokens_over_time(
         )
       )
     top = max(y for _, y, _, _ in ends)
-    left = min(0.0, *(float(c[2][0][0]) for c in curves))
-    right = max(x for x, _, _, _ in ends)
     axes.set(xlim=(left - 0.02 * right, right * 1.04), ylim=(0, top * 1.03))
     axes.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.set_ylabel('tokens')
@@ -471,10 +473,12 @@ def _label_provisional(
   pending = shown - committed
   first = int(np.argmax(pending > 0))
   peak = int(np.argmax(pending))
-  low = committed[first]
+  low, (left, right) = committed[first], axes.get_xlim()
+  if x[peak] - x[first] < 0.1 * (right - left):
+    return  # it has no room; the caption tells
   axes.annotate(
     f'{name}, provisional',
-    (x[peak], low + 0.2 * (shown[peak] - low)),
+    (x[peak], low + 0.09 * (shown[peak] - low)),
     (-4, 0),
     textcoords='offset points',
     ha='right',
@@ -615,18 +619,24 @@ def acceptance(
   axes.set(ylim=(bottom - room, 1.02), xlim=(0.4, longest + 0.6))
   axes.set_yticks(np.arange(round((1.0 - bottom) / step) + 1) * step + bottom)
   axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=0))
-  axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+  axes.xaxis.set_major_locator(ticker.MaxNLocator(16, integer=True))
   axes.set_xlabel('position of the draft in its round')
   axes.set_ylabel('accepted / drafted')
   axes.legend(
-    loc='upper left',
-    bbox_to_anchor=(1.0, 1.0),
+    loc='lower left',
+    bbox_to_anchor=(0.0, 1.0),
+    ncols=4,
     frameon=False,
     handletextpad=0.2,
     borderaxespad=0.2,
   )
   prompts = {prompt for line in lines for prompt in line.by_prompt}
-  drawing.foot(figure, traces, f'n = rounds, of {len(prompts)} prompts')
+  drawing.foot(
+    figure,
+    traces,
+    f'n = rounds, under every mark; prompts: {", ".join(sorted(prompts))}',
+    rates=False,
+  )
   fixed = ' Only full rounds of γ drafts.' if runs else ''
   return Drawing(
     'acceptance',
@@ -699,108 +709,55 @@ def ttft_over_rate(
   traces = [t for t in traces if t['rtt_ms'] == trip and t['link_gbps']]
   if not selection.is_sweep(traces):
     return None
-  modes = selection.modes(traces)
-  figure = Figure((drawing.WIDTH_IN, 2.9), layout='constrained')
-  grid = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
-  table, counts = [], set()
-  heights = []
-  for axes, mode in zip(grid, modes, strict=True):
+  panels = {}
+  for mode in selection.modes(traces):
     chosen = [t for t in traces if t['mode'] == mode]
     prefill_s = selection.median_prefill_s(chosen)
-    ends = []
-    for name in selection.ordered(
-      {t['scheme'] for t in chosen}, selection.SCHEMES
-    ):
-      style, line = styles[name], []
-      mine = [t for t in chosen if t['scheme'] == name]
-      for rate in sorted({t['link_gbps'] for t in mine}):
-        at = selection.fastest(
-          [t for t in mine if t['link_gbps'] == rate], name
-        )
-        values = selection.levelled(at, 'ttft_provisional_s', prefill_s)
-        bounds = selection.levelled(at, 'bound_ttft_s', prefill_s)
-        bound = statistics.median(bounds) if bounds else None
-        if bound is not None:
-          line.append((rate, bound))
-        if not values:
-          continue
-        median = statistics.median(values)
-        counts.add(len(values))
-        heights.append(median)
-        low, high = summaries.interval(values)
-        if low is not None:
-          axes.plot([rate] * 2, [low, high], color=style.color, lw=0.9)
-        axes.plot(
-          rate,
-          median,
-          style.marker,
-          color=style.color,
-          ms=4.4,
-          mec=drawing.INK,
-          mew=0.5,
-          zorder=4,
-        )
-        table.append(
-          (
-            mode,
-            name,
-            drawing.rate(rate),
-            drawing.number(median),
-            drawing.between(low, high),
-            drawing.number(bound),
-            str(len(values)),
-          )
-        )
-        ends.append((rate, median, name))
-      if line:
-        x, y = zip(*line, strict=True)
-        axes.plot(x, y, color=style.color, ls=style.line, lw=style.width * 0.8)
-    axes.set_xscale('log')
-    axes.xaxis.set_major_formatter(
-      ticker.FuncFormatter(lambda r, _: drawing.rate(r))
-    )
-    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-    axes.set_xlabel('rate of the link')
-    axes.set_title(mode, loc='left', weight='bold')
-    if prefill_s is not None:
-      axes.axhline(
-        prefill_s, color=drawing.QUIET, lw=0.6, ls=(0, (2, 2)), zorder=0
-      )
-      axes.annotate(
-        'prefill and split',
-        (1.0, prefill_s),
-        (0, -2),
-        ha='right',
-        va='top',
-        xycoords=('axes fraction', 'data'),
-        textcoords='offset points',
-        fontsize=6,
-        color=drawing.QUIET,
-      )
-    _label_starts(axes, ends, styles)
-  if not heights:
+    points = _rate_points(chosen, prefill_s)
+    if points and prefill_s is not None:
+      panels[mode] = prefill_s, points
+  if not panels:
     return None
+  everything = [point for _, points in panels.values() for point in points]
+  figure = Figure((drawing.WIDTH_IN, 2.9), layout='constrained')
+  grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+  for axes, (mode, (prefill_s, points)) in zip(
+    grid, panels.items(), strict=True
+  ):
+    _draw_points(axes, points, prefill_s, styles)
+    axes.set_title(mode, loc='left', weight='bold')
+  values = [point.median for point in everything]
   grid[0].set_ylabel('time to first token, s')
-  if max(heights) > 8 * min(heights):
+  if max(values) > 5 * min(values):
     grid[0].set_yscale('log')
-    grid[0].yaxis.set_major_formatter(
-      ticker.FuncFormatter(lambda v, _: f'{v:g}')
-    )
+    _plain_ticks(grid[0].yaxis)
   else:
     grid[0].set_ylim(0, None)
+  counts = sorted({len(point.values) for point in everything})
   drawing.foot(
-    figure,
-    traces,
-    f'n = {drawing.span(sorted(counts))} requests a point',
-    rates=False,
+    figure, traces, f'n = {drawing.span(counts)} requests a mark', rates=False
+  )
+  table = tuple(
+    (
+      mode,
+      point.scheme,
+      drawing.rate(point.gbps),
+      drawing.number(point.median),
+      drawing.between(*summaries.interval(point.values)),
+      drawing.number(point.bound),
+      str(len(point.values)),
+    )
+    for mode, (_, points) in panels.items()
+    for point in points
   )
   return Drawing(
     'ttft_over_rate',
     'Time to first token over the rate of the link',
     figure,
-    'Markers are measured medians of the first provisional token, lines are '
-    'bounds. Prefill is levelled as in the bars. Whiskers are 90 % bootstrap '
-    f'intervals from n = {_INTERVAL_FROM} on.',
+    'Marks are medians of the first provisional token, lines are bounds; marks '
+    'of schemes that are alike lie in each other. Prefill is levelled as in '
+    'the bars. Whiskers are 90 % bootstrap intervals from n = '
+    f'{_INTERVAL_FROM} on.',
     'Time to first token over rate. '
     + '; '.join(f'{row[0]} {row[1]} at {row[2]}: {row[3]} s' for row in table)
     + '.',
@@ -814,30 +771,139 @@ def ttft_over_rate(
         'median bound, s',
         'n',
       ),
-      tuple(table),
+      table,
     ),
   )
 
 
-def _label_starts(
+@dataclasses.dataclass(frozen=True)
+class _Point:
+  """TTFT of a scheme at a rate, T_p levelled, with the median bound."""
+
+  scheme: str
+  gbps: float
+  values: list[float]
+  bound: float | None
+
+  @property
+  def median(self) -> float:
+    return statistics.median(self.values)
+
+
+def _rate_points(
+  traces: Sequence[Trace], prefill_s: float | None
+) -> list[_Point]:
+  points = []
+  for name in selection.ordered(
+    {t['scheme'] for t in traces}, selection.SCHEMES
+  ):
+    mine = [t for t in traces if t['scheme'] == name]
+    for gbps in sorted({t['link_gbps'] for t in mine}):
+      at = selection.fastest([t for t in mine if t['link_gbps'] == gbps], name)
+      values = selection.levelled(at, 'ttft_provisional_s', prefill_s)
+      bounds = selection.levelled(at, 'bound_ttft_s', prefill_s)
+      bound = statistics.median(bounds) if bounds else None
+      if values:
+        points.append(_Point(name, gbps, values, bound))
+  return points
+
+
+def _draw_points(
   axes: Axes,
-  points: Sequence[tuple[float, float, str]],
+  points: Sequence[_Point],
+  prefill_s: float,
   styles: Mapping[str, Style],
 ) -> None:
-  """Names schemes at their lowest rate, where they lie farthest apart."""
-  firsts: dict[str, tuple[float, float]] = {}
-  for rate, value, name in points:
-    if name not in firsts or rate < firsts[name][0]:
-      firsts[name] = rate, value
-  for name, (rate, value) in firsts.items():
+  fastest = max(point.gbps for point in points)
+  unit, factor = next(
+    (unit, factor)
+    for unit, factor in (('Gbit/s', 1), ('Mbit/s', 1e3), ('kbit/s', 1e6))
+    if fastest * factor >= 1 or unit == 'kbit/s'
+  )
+  names = list(dict.fromkeys(point.scheme for point in points))
+  starts: list[tuple[float, float, str]] = []
+  for i, name in enumerate(names):
+    style = styles[name]
+    mine = [point for point in points if point.scheme == name]
+    line = [(p.gbps * factor, p.bound) for p in mine if p.bound is not None]
+    if line:
+      axes.plot(
+        *zip(*line, strict=True),
+        color=style.color,
+        ls=style.line,
+        lw=style.width * 0.8,
+      )
+    size = max(3.2, 7.4 - 0.9 * i)  # marks at one place lie in each other
+    for point in mine:
+      low, high = summaries.interval(point.values)
+      x = point.gbps * factor
+      if low is not None and high is not None:
+        axes.plot([x, x], [low, high], color=style.color, lw=0.9)
+      axes.plot(
+        x,
+        point.median,
+        style.marker,
+        ms=size,
+        mfc=style.color if i == len(names) - 1 else 'white',
+        mec=drawing.shade(style.color),
+        mew=0.9,
+        zorder=4 + i,
+        clip_on=False,
+      )
+    starts.append((mine[0].gbps * factor, mine[0].median, name))
+  axes.set_xscale('log')
+  rates = sorted({point.gbps * factor for point in points})
+  if len(rates) <= 6:
+    axes.set_xticks(rates, [f'{rate:.3g}' for rate in rates])
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+  else:
+    _plain_ticks(axes.xaxis)
+  spread = rates[-1] / rates[0]
+  axes.set_xlim(rates[0] / spread**0.48, rates[-1] * spread**0.05)
+  axes.set_xlabel(f'rate of the link, {unit}')
+  axes.axhline(prefill_s, color=drawing.QUIET, lw=0.6, ls=(0, (2, 2)), zorder=0)
+  axes.annotate(
+    'prefill and split',
+    (0.0, prefill_s),
+    (2, 2),
+    xycoords=('axes fraction', 'data'),
+    textcoords='offset points',
+    va='bottom',
+    fontsize=6,
+    color=drawing.QUIET,
+  )
+  _label_starts(axes, starts, styles)
+
+
+def _plain_ticks(axis: Any) -> None:
+  """Labels a log axis at 1, 2 and 5, without powers."""
+  axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+  axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f'{value:g}'))
+  axis.set_minor_locator(ticker.NullLocator())
+
+
+def _label_starts(
+  axes: Axes,
+  starts: Sequence[tuple[float, float, str]],
+  styles: Mapping[str, Style],
+) -> None:
+  """Names schemes at their lowest rate, those that are alike together."""
+  groups: list[list[tuple[float, float, str]]] = []
+  for start in sorted(starts, key=lambda s: s[1]):
+    if groups and start[1] < 1.06 * groups[-1][0][1]:
+      groups[-1].append(start)
+    else:
+      groups.append([start])
+  for group in groups:
+    x, value, name = group[-1]
+    only = len(group) == 1
     axes.annotate(
-      name,
-      (rate, value),
-      (6, 3),
+      ', '.join(name for _, _, name in group),
+      (x, value),
+      (-7, 0),
       textcoords='offset points',
+      ha='right',
+      va='center',
       fontsize=6.5,
-      color=drawing.shade(styles[name].color),
-      va='bottom',
-      path_effects=[patheffects.withStroke(linewidth=2, foreground='white')],
-      zorder=6,
+      color=drawing.shade(styles[name].color) if only else drawing.INK,
     )

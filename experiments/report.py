@@ -303,11 +303,17 @@ def _value(value: Any) -> str:
 
 def _comparison(group: Sequence[Any]) -> str:
   """Returns the tables that the terminal shows, one a mode."""
-  from experiments import display
+  from experiments import config, display, selection
 
   parts = []
-  for mode in dict.fromkeys(t['mode'] for t in group):
-    chosen = [t.record for t in group if t['mode'] == mode]
+  for mode in selection.modes(group):
+    chosen = [
+      t.record
+      for t in selection.setting(group)
+      if t['mode'] == mode and t['scheme'] in config.SCHEMES
+    ]
+    if not chosen:
+      continue
     counts = collections.Counter(r['scheme'] for r in chosen)
     columns = display.columns_of(chosen)
     header = ['', *(f'{name} (n = {counts[name]})' for name in columns)]
@@ -315,7 +321,8 @@ def _comparison(group: Sequence[Any]) -> str:
       [row.title, *(cells[i] for cells in columns.values())]
       for i, row in enumerate(display.ROWS)
     ]
-    parts.append(_table(f'{mode}, medians', header, rows))
+    words = f'{mode}, medians; n counts requests of all forms of decoding'
+    parts.append(_table(words, header, rows))
   return '\n'.join(parts)
 
 

@@ -179,7 +179,8 @@ def _timeline(
     '"tail" is what stays dense; shades alternate between chunks, between '
     'layer groups for the Residual and between steps for decode. Time starts '
     'where prefill ends, since prefill is the same work for all and varies '
-    'from run to run.' + zoom_words,
+    'from run to run; shown is the pair whose prefills took least.'
+    + zoom_words,
     f'Timeline of one request a scheme in {mode} mode. After the end of '
     f'prefill: {"; ".join(words)}.',
     drawing.Table(
@@ -351,7 +352,7 @@ def _draw_spans(
   else:
     return
   for a, b, text, p in runs:
-    if (b - a) * points_a_second < 3.4 * len(text) + 1.5:
+    if (b - a) * points_a_second < _text_points(text) + 1:
       continue
     dark = lane.phase == 'verify' or (lane.phase == 'anchor' and p == 0)
     axes.text(
@@ -364,7 +365,15 @@ def _draw_spans(
       zorder=4,
       clip_on=True,
       color='white' if dark else 'black',
+      path_effects=[
+        patheffects.withStroke(linewidth=1.6, foreground=shades[p])
+      ],
     )
+
+
+def _text_points(text: str) -> float:
+  """Returns about how wide a label of 5.2 points is."""
+  return sum(3.3 if letter.isalnum() else 1.9 for letter in text)
 
 
 def _runs(
@@ -444,7 +453,7 @@ def _mark_lead(
   if a is None or b is None or a == b:
     return
   low, high = axes.get_xlim()
-  row = lanes[0].y + 0.85
+  row = lanes[0].y  # empty there, since prefill has ended
   for x, mine in ((a, lanes), (b, lanes8)):
     shown_on = next((lane for lane in mine if lane.phase == 'draft'), mine[-1])
     axes.vlines(
@@ -477,29 +486,35 @@ def _mark_lead(
 
 
 def _can_zoom(trace: selection.Trace) -> bool:
-  return len(trace.spans('draft')) > 1 and bool(trace.spans('verify'))
+  return trace.is_speculative and bool(trace.spans('verify'))
 
 
 def _draw_zoom(axes: Axes, trace: selection.Trace) -> None:
   start = trace.prefill_end_s or 0.0
-  left = trace.spans('draft')[0]['start_s'] - start
+  steps = trace.spans('draft') + trace.spans('verify')
+  left = min(e['start_s'] for e in steps) - start
   ends = [e['end_s'] for e in trace.events if e['name'] != 'arrival']
   right = max(ends) - start
   margin = 0.015 * (right - left)
-  axes.set(xlim=(left - margin, right + margin), ylim=(-6.6, 0.6))
-  lanes = [
-    _Lane('Residual', 'residual', 0.0),
-    _Lane('draft', 'draft', -1.0),
-    _Lane('verify', 'verify', -2.0),
-    _Lane('commit', 'commit', -3.0),
+  names = {'residual': 'Residual', 'draft': 'draft', 'verify': 'verify'}
+  seen = [
+    phase
+    for phase in names
+    if any(e['end_s'] - start > left for e in trace.spans(phase))
   ]
+  names['commit'] = 'commit'
+  lanes = [
+    _Lane(names[phase], phase, float(-i))
+    for i, phase in enumerate([*seen, 'commit'])
+  ]
+  axes.set(xlim=(left - margin, right + margin), ylim=(-6.6, 0.6))
   _draw_request(axes, trace, lanes, label_rounds=True)
   axes.spines['left'].set_visible(False)
   axes.tick_params(axis='y', length=0, pad=2)
   times, committed, shown = selection.counts(trace)
   pending = [s - c for s, c in zip(shown, committed, strict=True)]
   most = max(pending, default=0)
-  base, tall = -6.3, 2.4
+  base, tall = -6.3, 5.6 + lanes[-1].y - 0.3
   heights = [base + tall * p / max(most, 1) for p in pending]
   x = [t - start for t in times]
   axes.fill_between(
@@ -521,29 +536,33 @@ def _draw_zoom(axes: Axes, trace: selection.Trace) -> None:
   )
   peak = pending.index(most)
   if most:
+    early = x[peak] < left + 0.25 * (right - left)
     axes.annotate(
-      f'{most} unverified tokens',
+      _count(most, 'unverified token'),
       (x[peak], heights[peak]),
-      (-4, -1),
+      (0 if early else -4, 1),
       textcoords='offset points',
       fontsize=6.2,
-      ha='right',
-      va='center',
+      ha='left' if early else 'right',
+      va='bottom',
     )
-  early = len(trace.spans('draft'))
   axes.set_yticks(
     [*(lane.y for lane in lanes), base + tall / 2],
     [*(lane.label for lane in lanes), 'unverified'],
   )
-  rounds = len(trace.spans('verify'))
-  title = (
-    f'{trace["scheme"]}, enlarged: {early} drafts on the Anchor alone, then '
-    f'{rounds} verifications ('
-  )
+  drafts, rounds = len(trace.spans('draft')), len(trace.spans('verify'))
   known = len(trace['rounds'] or ()) == rounds
-  title += 'accepted / drafted)' if known else '+ tokens committed)'
+  title = (
+    f'{trace["scheme"]}, enlarged: {_count(drafts, "draft")} on the Anchor '
+    f'alone, then {_count(rounds, "verification")} ('
+    + ('accepted / drafted)' if known else '+ tokens committed)')
+  )
   axes.set_title(title, loc='left', fontsize=7, pad=3)
   axes.set_xlabel('time since the end of prefill, s', labelpad=2)
+
+
+def _count(n: int, noun: str) -> str:
+  return f'{n} {noun}' if n == 1 else f'{n} {noun}s'
 
 
 def _pair_words(trace: selection.Trace) -> str:
