@@ -119,3 +119,5 @@ $(STAMPS)/venv:
 
 lock:
 	python3 .ci/lock.py
+
+include experiments/kernels.mk

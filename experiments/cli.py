@@ -5,6 +5,7 @@ It knows no study but the one that it starts; `main` has its help.
 """
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -71,9 +72,20 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
       screen.note(
         f'an earlier run left half a record; it is now in {writer.isolated}'
       )
+    writer.write(
+      results.run_record(
+        ['python', '-m', 'experiments.main', *argv[1:]],
+        json.loads(values.to_json_best_effort()),
+      )
+    )
     if study is None:
       study = _latency_study(settings)
     study(settings, writer, screen)
+    with screen.step('drawing the report'):
+      from experiments import report
+
+      page = report.write(workdir)
+    screen.note(f'report: {page}')
   return 0
 
 

@@ -34,7 +34,7 @@ def draw(traces: Sequence[Trace], runs: Sequence[Record] = ()) -> list[Drawing]:
     traces: of one study on one model. In a sweep over rates or round trips,
       all figures but the one over the rate take one setting;
       see `selection.setting`.
-    runs: records of kind `acceptance`.
+    runs: details of `acceptance` events.
   """
   styles = drawing.styles_of(traces)
   alike = selection.setting(traces)
@@ -548,7 +548,7 @@ def acceptance(
 
   Args:
     traces: requests, for devices and, without runs, for rounds.
-    runs: records of kind `acceptance`.
+    runs: details of `acceptance` events.
     styles: by scheme.
   """
   lines = _rounds(traces, runs)

@@ -283,17 +283,16 @@ class _Study:
           result = line.engine.generate(
             Request(prompt=prompt, output_tokens=tokens, streamed=False)
           )
-        record = {
-          'kind': 'acceptance',
-          'prompt': file,
-          'prompt_tokens': len(prompt),
-          'draft_tokens': self._settings.acceptance_drafts,
-          'rounds': result.rounds,
-          'token_ids': result.tokens,
-          **self._environment,
-        }
+        record = results.acceptance_record(
+          f'{file}/acceptance',
+          prompt=file,
+          prompt_tokens=len(prompt),
+          draft_tokens=self._settings.acceptance_drafts,
+          rounds=result.rounds,
+          token_ids=result.tokens,
+        )
         self._writer.write(record)
-        self.acceptances.append(record)
+        self.acceptances.append(record['detail'])
 
   def count(self, counts: programs.Counts) -> None:
     """Keeps what was counted while requests ran."""

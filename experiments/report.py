@@ -34,6 +34,12 @@ INTERRUPTED = 130
 Record = Mapping[str, Any]
 
 
+_EARLIER = (
+  '<p>{runs} earlier run(s) in the same records are not shown; give each run '
+  'a --workdir of its own to keep their reports.</p>'
+)
+
+
 class ReportError(Exception):
   """There is nothing to report; the message says what to do."""
 
@@ -64,8 +70,8 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   """Forms the page and its images; a pure function of the records.
 
   Args:
-    records: as `results.read` yields them. Besides requests, events and
-      summaries, a record of kind `run` may hold `command` and `config`.
+    records: as `results.read` yields them. A run begins with the event `run`
+      (`results.run_record`); of several runs the last is shown.
 
   Returns:
     The text of the page, and PNGs by file name.
@@ -75,7 +81,7 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   """
   from experiments import drawing, figures, selection
 
-  records = list(records)
+  records, earlier = _last_run(list(records))
   groups: dict[Any, list[selection.Trace]] = {}
   for trace in traces(records):
     groups.setdefault((trace['study'], trace['model']), []).append(trace)
@@ -100,6 +106,7 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   body = [
     _head(everything),
     *_summaries(records),
+    *([_EARLIER.format(runs=earlier)] if earlier else []),
     *parts,
     *_origin(records, everything),
   ]
@@ -139,9 +146,21 @@ def _acceptance_runs(records: Iterable[Record]) -> dict[Any, list[Record]]:
   for record in records:
     if record.get('kind') == 'request':
       key = record.get('study'), record.get('model')
-    elif record.get('kind') == 'acceptance':
-      found.setdefault(key, []).append(record)
+    elif _is_event(record, 'acceptance'):
+      found.setdefault(key, []).append(record['detail'])
   return found
+
+
+def _last_run(records: list[Record]) -> tuple[list[Record], int]:
+  """Returns the records of the last run, and how many runs come before it."""
+  starts = [i for i, r in enumerate(records) if _is_event(r, 'run')]
+  if not starts:
+    return records, 0
+  return records[starts[-1] :], len(starts) - 1 + (starts[0] > 0)
+
+
+def _is_event(record: Record, name: str) -> bool:
+  return record.get('kind') == 'event' and record.get('name') == name
 
 
 def _read(path: pathlib.Path) -> list[Record]:
@@ -388,15 +407,16 @@ def _requests(group: Sequence[Any]) -> str:
 def _origin(records: Sequence[Record], everything: Sequence[Any]) -> list[str]:
   parts = ['<h2>How it was made</h2>']
   for record in records:
-    if record.get('kind') != 'run':
+    if not _is_event(record, 'run'):
       continue
-    command = record.get('command')
+    detail = record['detail']
+    command = detail.get('command')
     if isinstance(command, list):
       command = shlex.join(str(word) for word in command)
     if command:
       parts.append(f'<pre><code>{_text(command)}</code></pre>')
-    if record.get('config'):
-      config = json.dumps(record['config'], indent=2, ensure_ascii=False)
+    if detail.get('config'):
+      config = json.dumps(detail['config'], indent=2, ensure_ascii=False)
       parts.append(
         '<details><summary>Config</summary>\n'
         f'<pre><code>{_text(config)}</code></pre></details>'

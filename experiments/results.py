@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lynx_jax.timeline import Event
@@ -103,6 +103,37 @@ def event_record(request: Any, event: Event, **more: Any) -> dict[str, Any]:
     'end_s': event.end_s,
     'detail': event.detail,
     **more,
+  }
+
+
+def run_record(command: Sequence[str], config: Any) -> dict[str, Any]:
+  """Builds the `event` record that begins a run.
+
+  Args:
+    command: words of the command line.
+    config: what JSON can hold of the configuration.
+  """
+  return _moment('run', None, {'command': list(command), 'config': config})
+
+
+def acceptance_record(request: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of an acceptance run.
+
+  Args:
+    request: its name.
+    **detail: prompt, draft_tokens, rounds and token_ids.
+  """
+  return _moment('acceptance', request, detail)
+
+
+def _moment(name: str, request: Any, detail: dict[str, Any]) -> dict[str, Any]:
+  return {
+    'kind': 'event',
+    'request': request,
+    'name': name,
+    'start_s': 0.0,
+    'end_s': 0.0,
+    'detail': detail,
   }
 
 

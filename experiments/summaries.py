@@ -188,7 +188,7 @@ def acceptance(records: Iterable[Record]) -> list[dict[str, Any]]:
   the bonus token, as a mean over prompts.
 
   Args:
-    records: of kind `acceptance`.
+    records: details of `acceptance` events.
   """
   by_length: dict[int, list[Record]] = {}
   for record in records:

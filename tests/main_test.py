@@ -34,8 +34,10 @@ def _main(workdir, *flags, config='configs/tiny.py', study=_study) -> int:
 def test_a_study_runs_with_overrides(tmp_path, capsys):
   code = _main(tmp_path / 'a b', '--config.study', 'mine', '--config.seed=3')
   assert code == 0
-  assert capsys.readouterr().out == 'ran mine\n'
-  (record,) = results.read(tmp_path / 'a b' / results.FILE)
+  assert capsys.readouterr().out.startswith('ran mine\n')
+  run, record = results.read(tmp_path / 'a b' / results.FILE)
+  assert '--config.seed=3' in run['detail']['command']
+  assert run['detail']['config']['seed'] == 3
   assert record['study'] == 'mine'
 
 
@@ -120,7 +122,7 @@ def test_half_a_record_of_a_crash_is_told(tmp_path, capsys):
   (tmp_path / results.FILE).write_text('{"kind": "req')
   assert _main(tmp_path) == 0
   assert 'half a record' in capsys.readouterr().out
-  assert len(list(results.read(tmp_path / results.FILE))) == 1
+  assert len(list(results.read(tmp_path / results.FILE))) == 2
 
 
 @pytest.mark.parametrize(
@@ -195,4 +197,4 @@ sys.exit(main.main(
   _, error = process.communicate(timeout=30)
   assert process.returncode == 130
   assert error == 'interrupted; the records written so far are whole\n'
-  assert list(results.read(tmp_path / results.FILE)) == [{'n': 1}]
+  assert list(results.read(tmp_path / results.FILE))[1:] == [{'n': 1}]

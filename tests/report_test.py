@@ -331,12 +331,12 @@ def test_a_repeated_greedy_request_counts_once():
 
 def test_acceptance_runs_count_full_rounds_only(tmp_path, quick):
   runs = [
-    {
-      'kind': 'acceptance',
-      'prompt': prompt,
-      'draft_tokens': 2,
-      'rounds': [[2, 2], [2, accepted], [1, 1]],
-    }
+    results.acceptance_record(
+      f'{prompt}/acceptance',
+      prompt=prompt,
+      draft_tokens=2,
+      rounds=[[2, 2], [2, accepted], [1, 1]],
+    )
     for prompt, accepted in (('book', 0), ('code', 1))
   ]
   page = Page(write(tmp_path, [*study(), *runs]).read_text(encoding='utf-8'))
@@ -472,11 +472,19 @@ def test_summaries_have_units_n_and_intervals(tmp_path, quick):
 
 
 def test_command_and_config_are_shown_if_recorded(tmp_path, quick):
-  run = {'kind': 'run', 'command': ['main', '--a=b c'], 'config': {'x': 3}}
+  run = results.run_record(['main', '--a=b c'], {'x': 3})
   text = write(tmp_path, [run, *study()]).read_text(encoding='utf-8')
   assert 'main &#x27;--a=b c&#x27;' in text
   assert '&quot;x&quot;: 3' in text
   assert '1.2.3' in text
+
+
+def test_only_the_last_run_is_shown(tmp_path, quick):
+  run = results.run_record(['main'], {})
+  records = [*study(schemes=('bf16',)), run, *study(schemes=('lynx',))]
+  page = Page(write(tmp_path, records).read_text(encoding='utf-8'))
+  assert any('1 earlier run' in text for text in page.text)
+  assert not any('bf16' in text for text in page.text)
 
 
 def test_every_figure_says_how_it_came_to_be():
