@@ -23,6 +23,8 @@ QUICK = {
 }
 # 16-bit queries and weights leave 1e-4; float32 sums and exp2 the rest.
 BUDGET = 5e-4
+# More than 8 query rows: bfloat16 weights.
+BUDGET_MANY = 3e-3
 
 CHANNEL, TOKEN = TensorCodec(), TensorCodec(axis=Axis.TOKEN)
 ROTATED = TensorCodec(rotation=Rotation.HADAMARD)
@@ -275,7 +277,8 @@ class AttentionTest(parameterized.TestCase):
     {'dim': 256, 'heads': 2, 'kv_heads': 1, 'rows': 3, 'depth': 1},
   )
   def test_heads_and_rows(self, **case):
-    self.check(**case)
+    many = case.get('rows', 1) * case['heads'] // case['kv_heads'] > 8
+    self.check(**case, budget=BUDGET_MANY if many else BUDGET)
 
   @parameterized.parameters(
     (TOKEN, CHANNEL, 2),

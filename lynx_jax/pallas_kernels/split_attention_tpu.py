@@ -74,10 +74,7 @@ class BlockSizes:
     if query_rows > 8:
       # Tiles are many registers each: few at a time, or they spill.
       return cls(
-        tokens=2048,
-        heads=1,
-        run=None if wide else 4,
-        lag=None if wide else 1,
+        tokens=4096 if wide else 2048, heads=1, run=8 if wide else 4, lag=1
       )
     return cls(tiles_per_dot=2 if wide and head_dim < LANES else 1)
 
@@ -230,8 +227,10 @@ def split_attention_tpu(
     if tile.stacked
     else None,
     weights=pltpu.VMEM(
-      (step_heads, n_tiles, 2 * tile.sublanes, LANES), jnp.int8
-    ),
+      (step_heads, n_tiles, tile.sublanes, LANES), jnp.bfloat16
+    )
+    if tile.many
+    else pltpu.VMEM((step_heads, n_tiles, 2 * tile.sublanes, LANES), jnp.int8),
     tops=per_tile,
     masses=per_tile,
     shifts=per_tile if v.codec.axis is Axis.TOKEN else None,
@@ -569,7 +568,7 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
 
   scale, scratch.v_bias[h] = table(v, codecs[1], staging[2:])
   if codecs[1].axis is Axis.CHANNEL:
-    scratch.v_scale[h] = scale * (1 / LIMIT)
+    scratch.v_scale[h] = scale if tile.many else scale * (1 / LIMIT)
   else:
     largest = jnp.max(scale, axis=1, keepdims=True)
     largest = jnp.maximum(largest, np.float32(1e-30))
@@ -627,10 +626,12 @@ def _weigh(
     weight = jnp.exp2(score - top)
     n = g // tile.pack
     if v_axis is Axis.CHANNEL:
-      scratch.weights[h, n] = tiles.digits(weight * LIMIT)
+      scratch.weights[h, n] = _operand(
+        weight if tile.many else weight * LIMIT, tile
+      )
     else:
       fine_weight = weight * tile.tokens(scratch.v_scale, h, g)
-      scratch.weights[h, n] = tiles.digits(fine_weight)
+      scratch.weights[h, n] = _operand(fine_weight, tile)
       shift = weight * tile.tokens(scratch.v_bias, h, g)
       shift = jnp.sum(shift, 1, keepdims=True)
       scratch.shifts[h, n] = jnp.broadcast_to(shift, size)
@@ -652,6 +653,8 @@ def _accumulate(h, run, v, scratch, tile, codec, full, together):
     codes = [
       jnp.concatenate(_codes(h, g, v.planes, codec, tile, full), 0) for g in gs
     ]
+    if tile.many:
+      codes = [code.astype(jnp.bfloat16) for code in codes]
     for g, dot in zip(gs, tiles.products(weights, codes, 0), strict=True):
       n = g // tile.pack
       tile_mass = scratch.masses[h, n]
@@ -672,6 +675,11 @@ def _middle(codec, depth):
   """Returns u where the code byte is 0: the midpoint of what is unread."""
   below = codec.bits - sum(codec.planes[:depth])
   return 2.0 ** (codec.bits - 1) + (2.0**below - 1) / 2
+
+
+def _operand(weight, tile):
+  """Returns weights as the MXU takes them."""
+  return weight.astype(jnp.bfloat16) if tile.many else tiles.digits(weight)
 
 
 def _codes(h, g, planes, codec, tile, full):
