@@ -18,7 +18,6 @@ draft → verify → commit on the device.
 
 import dataclasses
 import enum
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +39,18 @@ from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill, Prompt
 from lynx_jax.programs import fetch, program
+from lynx_jax.requests import (
+  ENDED,
+  Committed,
+  Event,
+  Finished,
+  Form,
+  Provisional,
+  Request,
+  Result,
+  Retracted,
+  State,
+)
 from lynx_jax.sender import PrefillFailed, Sender
 from lynx_jax.speculative import decode, draft_length
 from lynx_jax.speculative import slots as slots_lib
@@ -47,145 +58,25 @@ from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport.courier import Arrival, Cut, Transport
 from lynx_jax.transport.streams import Progress, Slice, Stream, WireFormat
 
+__all__ = [
+  'Committed',
+  'Costs',
+  'Engine',
+  'Event',
+  'Finished',
+  'Form',
+  'Provisional',
+  'Request',
+  'Result',
+  'Retracted',
+  'State',
+  'Step',
+]
+
 _POLL_S = 0.02  # longest wait for an arrival before looking at the rest
 _UNBOUNDED = np.iinfo(np.int32).max
 _PLACE = program(slots_lib.place, name='place', donate=(0,))
 _STOP = program(slots_lib.stop, name='stop', donate=(0,))
-
-
-class State(enum.Enum):
-  """Where a request is; see the module docstring."""
-
-  QUEUED = 'queued'
-  RECEIVING = 'receiving'
-  DRAFTING = 'drafting'
-  DECODING = 'decoding'
-  DONE = 'done'
-  CANCELLED = 'cancelled'
-  FAILED = 'failed'
-
-
-_ENDED = (State.DONE, State.CANCELLED, State.FAILED)
-
-
-class Form(enum.Enum):
-  """How a request decodes when its target cache is complete."""
-
-  VERIFY = 'verify'  # in the verify program: output equals the reference
-  PLAIN = 'plain'  # one row a step: fastest without drafts, own rounding
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
-  """What a user asks for.
-
-  Attributes:
-    prompt: token ids, at least one.
-    output_tokens: most tokens to generate, token 1 included.
-    form: how to decode.
-    streamed: somebody watches: results come after every round.
-    deadline_s: seconds after submission by which it matters; orders transfers.
-  """
-
-  prompt: Sequence[int]
-  output_tokens: int
-  form: Form = Form.VERIFY
-  streamed: bool = True
-  deadline_s: float = math.inf
-
-
-@dataclasses.dataclass(frozen=True)
-class Provisional:
-  """A token that verification may still take back."""
-
-  request: int
-  position: int
-  token: int
-  at_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Committed:
-  """Tokens at positions below `upto` are final."""
-
-  request: int
-  upto: int
-  at_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Retracted:
-  """Provisional tokens at `start` and above are taken back."""
-
-  request: int
-  start: int
-  at_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Finished:
-  """The request has ended; `Engine.result` has everything about it."""
-
-  request: int
-  state: State
-  at_s: float
-
-
-Event = Provisional | Committed | Retracted | Finished
-
-
-@dataclasses.dataclass
-class Result:
-  """What is known of a request; final once its state is.
-
-  Positions count generated tokens: token 1 is at 0. Times are seconds since
-  submission; `None` is not known (yet).
-
-  Attributes:
-    state: where the request is.
-    prompt_tokens: P.
-    tokens: committed ones.
-    shown: committed and provisional ones.
-    timeline: events, `commit` with one instant a token.
-    prefill_end_s: T_p, prefill and (in serial mode) split.
-    token_1_s: decode holds token 1.
-    provisional_s: the first token emitted by decode.
-    commit_times_s: of every committed token.
-    drafted, accepted: by verifications, bonus tokens excluded.
-    rounds: (drafted, accepted) of every verification.
-    retracted: provisional tokens that were shown and taken back.
-    anchor_bytes, residual_bytes: arrived.
-    critical: (ready_s, bytes) of chunks that the first token waits for.
-    anchor_s, residual_s: when the last byte of each stream was there.
-    done_s: the end.
-    error: why it failed.
-  """
-
-  state: State
-  prompt_tokens: int
-  timeline: Timeline
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  shown: list[int] = dataclasses.field(default_factory=list)
-  prefill_end_s: float | None = None
-  token_1_s: float | None = None
-  provisional_s: float | None = None
-  commit_times_s: list[float] = dataclasses.field(default_factory=list)
-  drafted: int = 0
-  accepted: int = 0
-  rounds: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-  retracted: int = 0
-  anchor_bytes: int = 0
-  residual_bytes: int = 0
-  critical: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-  anchor_s: float | None = None
-  residual_s: float | None = None
-  done_s: float | None = None
-  error: Exception | None = None
-
-  @property
-  def committed_s(self) -> float | None:
-    """When the first verified decode token was committed."""
-    return self.commit_times_s[1] if len(self.commit_times_s) > 1 else None
 
 
 @dataclasses.dataclass
@@ -418,7 +309,7 @@ class Engine:
       key,
       request,
       prompt,
-      Result(State.QUEUED, len(prompt), timeline),
+      Result(key, State.QUEUED, len(prompt), timeline),
       Progress(self.wire, key, len(prompt)),
     )
     self._queue.append(key)
@@ -586,7 +477,7 @@ class Engine:
 
   def _insert(self, arrival: Arrival) -> None:
     chunk, entry = arrival.chunk, self._entries.get(arrival.chunk.request)
-    if entry is None or entry.result.state in _ENDED:
+    if entry is None or entry.result.state in ENDED:
       return  # a late one: its slot may belong to another request
     assert entry.slot is not None
     entry.progress.land(chunk)
@@ -730,7 +621,7 @@ class Engine:
         committed=len(committed) - len(entry.result.tokens),
         **detail,
       )
-      self._show(entry, committed, drafts, end_s)
+      self._events += entry.result.show(committed, drafts, end_s)
       if state.remaining[slot] == 0:
         self._end(entry, State.DONE)
 
@@ -739,37 +630,11 @@ class Engine:
     now_s = time.monotonic()
     entry.result.token_1_s = now_s - entry.result.timeline.arrival_s
     assert entry.token is not None
-    self._show(entry, [entry.token], [], now_s)
-
-  def _show(
-    self, entry: _Entry, committed: list[int], drafts: list[int], now_s: float
-  ) -> None:
-    result, at_s = entry.result, now_s - entry.result.timeline.arrival_s
-    shown = committed + drafts
-    same = 0
-    for old, new in zip(result.shown, shown, strict=False):
-      if old != new:
-        break
-      same += 1
-    if same < len(result.shown):
-      result.retracted += len(result.shown) - same
-      self._events.append(Retracted(entry.id, same, at_s))
-    for position in range(same, len(shown)):
-      self._events.append(
-        Provisional(entry.id, position, shown[position], at_s)
-      )
-    if result.provisional_s is None and len(shown) > 1:
-      result.provisional_s = at_s
-    fresh = len(committed) - len(result.tokens)
-    if fresh:
-      self._events.append(Committed(entry.id, len(committed), at_s))
-      result.commit_times_s += [at_s] * fresh
-      result.timeline.add(Phase.COMMIT, now_s, upto=len(committed))
-    result.tokens, result.shown = committed, shown
+    self._events += entry.result.show([entry.token], [], now_s)
 
   def _end(self, entry: _Entry, state: State) -> None:
     result = entry.result
-    if result.state in _ENDED:
+    if result.state in ENDED:
       return
     if result.state is State.QUEUED:
       self._queue.remove(entry.id)
@@ -781,7 +646,7 @@ class Engine:
       self._free.append(entry.slot)
     now_s = time.monotonic()
     if len(result.shown) > len(result.tokens):
-      self._show(entry, result.tokens, [], now_s)
+      self._events += result.show(result.tokens, [], now_s)
     result.state = state
     result.done_s = now_s - result.timeline.arrival_s
     result.timeline.add(Phase.DONE, now_s)

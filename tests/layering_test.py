@@ -18,6 +18,7 @@ LIBRARY = ROOT / 'lynx_jax'
 LAYERS = (
   ('shapes', 'config'),
   ('timeline', 'sampling', 'mesh', 'programs'),
+  ('requests',),
   ('codec',),
   ('pallas_kernels',),
   ('kv_cache',),

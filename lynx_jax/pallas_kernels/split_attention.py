@@ -9,9 +9,9 @@ centre = offset + scale * 2^(n-1), the scales leave the inner products:
   q · k   = (q ∘ scale) · c + q · centre
   Σ p v   = scale ∘ (Σ p c) + centre * (Σ p)
 
-so the kernels' matrix products run on small integers. For Axis.TOKEN the scale belongs
-to the token and multiplies the score (K) or the weight (V) instead. A rotation
-is undone by rotating q before and the output after (`codec.rotate`).
+so the kernels' matrix products run on small integers. For Axis.TOKEN the scale
+belongs to the token and multiplies the score (K) or the weight (V) instead. A
+rotation is undone by rotating q before and the output after (`codec.rotate`).
 """
 
 from typing import Any
