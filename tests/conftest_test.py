@@ -59,3 +59,10 @@ def test_a_pytree_may_hold_what_tree_map_returns():
   shapes = jax.tree.map(lambda x: x.shape, packed)
   assert shapes.scale == packed.scale.shape
   assert jax.tree.map(lambda _: None, packed).scale is None
+
+
+@pytest.mark.xdist_group('here')
+def test_workers_see_groups_of_tests(request):
+  """A pair of pytest and xdist that do not fit scatters them silently."""
+  if hasattr(request.config, 'workerinput'):
+    assert request.node.nodeid.endswith('@here')
