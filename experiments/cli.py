@@ -17,6 +17,7 @@ from ml_collections import config_flags
 
 from experiments import config, display, prompts, results
 from lynx_jax.config import ConfigError
+from lynx_jax.models.errors import WeightsError
 
 # Runs a study: writes records, shows what happens.
 Study = Callable[[config.Settings, results.Writer, display.Screen], None]
@@ -43,6 +44,8 @@ def run(argv: Sequence[str], study: Study | None = None) -> int:
     with contextlib.suppress(OSError):
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
+  except WeightsError as error:
+    _say(f'error: {error.line()}')
   except ConfigError as error:
     _say(f'error: {error}')
   except ImportError as error:

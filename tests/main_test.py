@@ -12,6 +12,7 @@ import pytest
 
 from experiments import cli, main, results
 from lynx_jax.config import ConfigError
+from lynx_jax.models.errors import WeightsError
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -103,6 +104,16 @@ def test_a_broken_config_file_is_one_line(tmp_path, capsys, source):
   file.write_text(source)
   assert _main(tmp_path / 'w', config=file) == 2
   assert capsys.readouterr().err.count('\n') == 1
+
+
+def test_a_damaged_model_is_told_in_one_line(tmp_path, capsys):
+  def study(*_):
+    raise WeightsError('m.gguf', [f'no tensor {i}' for i in range(9)], 'Mend.')
+
+  assert _main(tmp_path, study=study) == 2
+  error = capsys.readouterr().err
+  assert error.count('\n') == 1
+  assert 'no tensor 2; and 6 more. Mend.' in error
 
 
 def test_an_unwritable_workdir(tmp_path, capsys):

@@ -23,15 +23,25 @@ class WeightsError(config.ConfigError):
   The message names the file, everything that is wrong with it, and a remedy.
 
   Attributes:
+    path: the file or folder.
     problems: one entry a fault.
+    remedy: what to do.
   """
 
   def __init__(
     self, path: str | os.PathLike[str], problems: Sequence[str], remedy: str
   ):
+    self.path, self.remedy = os.fspath(path), remedy
     self.problems = tuple(problems)
     faults = ''.join(f'\n  - {problem}' for problem in self.problems)
-    super().__init__(f'{os.fspath(path)}:{faults}\n{remedy}')
+    super().__init__(f'{self.path}:{faults}\n{remedy}')
+
+  def line(self, most: int = 3) -> str:
+    """Returns the message in one line, with at most `most` of the problems."""
+    shown = '; '.join(self.problems[:most])
+    left = len(self.problems) - most
+    more = f'; and {left} more' if left > 0 else ''
+    return f'{self.path}: {shown}{more}. {self.remedy}'
 
 
 class MissingPackageError(ImportError):
