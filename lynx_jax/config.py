@@ -12,6 +12,7 @@ import math
 # sizes exist for ablations, in the XLA implementation only.
 GROUPS = (32, 64, 128)
 WIDTHS = (1, 2, 4, 8)
+IMPLEMENTATIONS = ('xla', 'pallas_tpu', 'pallas_tpu_interpret')
 MAX_BITS = 8  # of all planes together: a code is the nested prefix of an int8
 
 
@@ -256,6 +257,11 @@ class EngineConfig:
     ):
       value = getattr(self, name)
       require(value > 0, f'engine.{name}={value} must be positive')
+    require(
+      self.implementation in (None, *IMPLEMENTATIONS),
+      f'engine.implementation={self.implementation!r} must be one of '
+      f'{", ".join(IMPLEMENTATIONS)}, or left out for the best that can serve',
+    )
     limit = self.verify_rows - 1
     require(
       self.draft_tokens is None or 0 <= self.draft_tokens <= limit,

@@ -13,16 +13,15 @@ from typing import TypeVar
 
 import jax
 
-XLA = 'xla'
-PALLAS_TPU = 'pallas_tpu'
-PALLAS_TPU_INTERPRET = 'pallas_tpu_interpret'
-IMPLEMENTATIONS = (XLA, PALLAS_TPU, PALLAS_TPU_INTERPRET)
+from lynx_jax.config import IMPLEMENTATIONS, ConfigError
+
+XLA, PALLAS_TPU, PALLAS_TPU_INTERPRET = IMPLEMENTATIONS
 
 _Result = TypeVar('_Result')
 _log = logging.getLogger(__name__)
 
 
-class Unsupported(NotImplementedError):
+class Unsupported(ConfigError, NotImplementedError):
   """A kernel cannot serve these shapes or dtypes.
 
   The message names what stands in the way and the nearest thing that works.
