@@ -63,17 +63,11 @@ class Case:
 
 CASES = {
   'lynx': Case(),
-  'int8': Case(k=INT8, v=INT8),
-  'dense': Case(k=DENSE, v=DENSE),
-  'rotated-token': Case(k=ROTATED_TOKEN, v=ROTATED_TOKEN),
-  'unlike': Case(k=TensorCodec(planes=(2, 2, 4)), v=ROTATED_TOKEN),
-  'k-deeper': Case(k=CHANNEL, v=TensorCodec(planes=(4,))),
-  'group-64': Case(group=64),
-  'group-128': Case(group=128),
-  'mha': Case(heads=2, kv_heads=2),
-  'mqa': Case(heads=4, kv_heads=1),
-  'no-sinks': Case(sinks=0),
-  'one-row': Case(rows=1),
+  'int8': Case(k=INT8, v=INT8, group=64, heads=2),  # MHA
+  'dense': Case(k=DENSE, v=DENSE, kv_heads=1),  # MQA
+  'rotated-token': Case(k=ROTATED_TOKEN, v=ROTATED_TOKEN, group=128),
+  'unlike': Case(k=TensorCodec(planes=(2, 2, 4)), v=ROTATED_TOKEN, sinks=0),
+  'k-deeper': Case(v=TensorCodec(planes=(4,)), rows=1),
 }
 
 

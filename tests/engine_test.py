@@ -15,7 +15,6 @@ from lynx_jax import programs
 from lynx_jax.config import ConfigError
 from lynx_jax.engine import (
   Costs,
-  Engine,
   Finished,
   Form,
   Provisional,
@@ -249,9 +248,11 @@ def test_unwatched_requests_decode_in_one_call_with_drafts(bench):
 
 
 def test_nothing_is_compiled_after_warm_up():
-  # Sizes that no other test has, so that nothing is compiled before.
-  setup = engines.setup((4, 4), slots=2, prompt_tokens=130, output_tokens=9)
-  bench = engines.Bench(setup, engines.model())
+  # A model that no other test has, so that nothing is compiled before.
+  setup = engines.setup(
+    (4, 4), slots=2, prompt_tokens=130, output_tokens=9, layer_groups=1
+  )
+  bench = engines.Bench(setup, engines.model(layers=1))
   with bench.engine as engine:
     with programs.counting() as counts:
       costs = engine.warm_up()
@@ -359,14 +360,11 @@ def test_an_error_of_the_transport_surfaces():
         raise OSError('the cable is gone')
       return cut(chunk)
 
-    return courier.Courier(
-      scheduler.Scheduler(1), links.DeviceLink(jax.devices()[0]), broken
-    )
+    link = links.DeviceLink(engines.DECODE_DEVICE)
+    return courier.Courier(scheduler.Scheduler(1), link, broken)
 
-  model = engines.model()
-  with Engine(
-    model, model, SETUP.codec, SETUP.config, connect=connect
-  ) as engine:
+  bench = engines.Bench(SETUP, engines.model(), connect=connect)
+  with bench.engine as engine:
     with pytest.raises(TransferError, match='the cable is gone'):
       engine.generate(_request(200))
     with pytest.raises(TransferError):
@@ -376,15 +374,13 @@ def test_an_error_of_the_transport_surfaces():
 def test_a_real_courier_serves_several_requests(bench):
   """The thread, its races included, instead of the script."""
   expected = {n: bench.reference(engines.prompt(n)) for n in (200, 97, 33, 1)}
-  model, device = engines.model(), jax.devices()[0]
 
   def connect(cut):
-    link = links.EmulatedLink(device, rate_gbps=0.1, rtt_ms=2)
+    link = links.EmulatedLink(engines.DECODE_DEVICE, rate_gbps=0.1, rtt_ms=2)
     return courier.Courier(scheduler.Scheduler(1), link, cut)
 
-  with Engine(
-    model, model, SETUP.codec, SETUP.config, connect=connect
-  ) as engine:
+  other = engines.Bench(SETUP, engines.model(), connect=connect)
+  with other.engine as engine:
     for round_ in range(4):
       keys = [engine.submit(_request(n)) for n in expected]
       doomed = engine.submit(_request(150))

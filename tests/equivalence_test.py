@@ -31,6 +31,10 @@ from tests import engines
 SETUP = engines.SETUPS['coarse']
 # The plain form rounds in its own way, but must not disturb the others; it has
 # programs of its own, so not every engine is asked for it.
+DTYPES = [
+  pytest.param('float32', marks=pytest.mark.xdist_group('coarse')),
+  pytest.param('bfloat16', marks=pytest.mark.xdist_group('bfloat16')),
+]
 PLAIN = ('lynx', 'dense')
 ROWS, SLOTS = SETUP.config.verify_rows, SETUP.config.slots
 
@@ -40,13 +44,14 @@ class _Pass:
 
   def __init__(self, dtype: str):
     model = engines.model(dtype)
-    graphs, self.params = cached.split(model)
+    graphs, params = cached.split(model)
+    # Where the engines decode: so they and float32 share programs.
+    self.params = jax.device_put(params, engines.DECODE_DEVICE)
     self.decoder = decode.Decoder(
       graphs, config_lib.layer_ranges(model.config, SETUP.config), rows=ROWS
     )
-    self.cache = _filled(
-      kv_cache.empty(model.config, SETUP.codec, SETUP.config)
-    )
+    cache = kv_cache.empty(model.config, SETUP.codec, SETUP.config)
+    self.cache = jax.device_put(_filled(cache), engines.DECODE_DEVICE)
 
     def whole(params, tokens, prefix, tail, rows):
       model = nnx.merge(graphs.model, params)
@@ -102,7 +107,7 @@ def _slots(lengths=(150, 97, 20), drafts=(5, 3, 0), seed=0) -> slots_lib.Slots:
   rng = np.random.default_rng(seed)
   state = slots_lib.empty(SLOTS, drafts=12, output_tokens=engines.OUTPUT_TOKENS)
   tokens = rng.integers(0, engines.MODEL.vocab, (SLOTS, 13)).astype(np.int32)
-  return dataclasses.replace(
+  state = dataclasses.replace(
     state,
     prefix_tokens=jnp.asarray([128, 64, 0], jnp.int32),
     length=jnp.asarray(lengths, jnp.int32),
@@ -112,6 +117,7 @@ def _slots(lengths=(150, 97, 20), drafts=(5, 3, 0), seed=0) -> slots_lib.Slots:
     n_drafts=jnp.asarray(drafts, jnp.int32),
     n_out=jnp.ones((SLOTS,), jnp.int32),
   )
+  return jax.device_put(state, engines.DECODE_DEVICE)
 
 
 def _copy(tree):
@@ -122,7 +128,7 @@ def _equal(a, b) -> None:
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', DTYPES)
 def test_all_forms_of_the_verify_pass_give_the_same_bits(dtype):
   run, slots = _pass(dtype), _slots()
   wanted = np.ones(SLOTS, bool)
@@ -147,7 +153,7 @@ def test_all_forms_of_the_verify_pass_give_the_same_bits(dtype):
   assert np.asarray(one.n_out).min() > 1
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', DTYPES)
 def test_a_rounds_program_repeats_verifications_bit_for_bit(dtype):
   run, wanted = _pass(dtype), np.ones(SLOTS, bool)
   cache, slots = _copy(run.cache), _slots(drafts=(0, 0, 0))
@@ -160,7 +166,7 @@ def test_a_rounds_program_repeats_verifications_bit_for_bit(dtype):
   _equal(slots, many)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', DTYPES)
 def test_a_row_does_not_depend_on_its_number(dtype):
   """The token in row r, moved to row 0 by r commits, keeps all its bits."""
   run, wanted, slots = _pass(dtype), np.ones(SLOTS, bool), _slots()
@@ -184,7 +190,7 @@ def test_a_row_does_not_depend_on_its_number(dtype):
         _equal(a[:, slot, at[slot]], b[:, slot, at[slot]])
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('slot', range(SLOTS))
 def test_a_slot_does_not_depend_on_the_others(dtype, slot):
   run, slots = _pass(dtype), _slots()
