@@ -126,10 +126,12 @@ class Sender:
   def drop(self, request: int) -> None:
     """Frees the request's KV, and stops its prefill and its transfer."""
     with self._dropping:
-      job = self._jobs.pop(request, None)
-      if job is not None:
-        job.dropped.set()
+      if request in self._jobs:
+        self._jobs[request].dropped.set()
+      # First of all: a payload that is being cut must not miss its source
+      # before the transport knows that nobody wants it.
       self.transport.cancel(request)
+      self._jobs.pop(request, None)
 
   def records(self) -> list[Record]:
     """Returns, without blocking, the control records seen since the last."""

@@ -153,6 +153,29 @@ def test_a_late_chunk_never_lands(bench, forget):
   assert engine.forget(key).tokens == expected
 
 
+def test_a_payload_can_be_cut_until_its_transfer_is_cancelled(bench):
+  """The courier's thread may be cutting just when the request is dropped."""
+  engine, cut = bench.engine, []
+  sender = engine._sender
+  cancel = sender.transport.cancel
+
+  def cut_and_cancel(request):
+    for chunk in list(sender.transport._under_way.values()):
+      cut.append(sender.cut(chunk))
+    cancel(request)
+
+  bench.script = _nothing
+  sender.transport.cancel = cut_and_cancel
+  try:
+    key = engine.submit(_request(200))
+    while not sender.transport._under_way:
+      engine.step()
+    engine.cancel(key)
+  finally:
+    del sender.transport.cancel
+  assert cut
+
+
 def test_an_abandoned_stream_cancels_its_request(bench):
   stream = bench.engine.stream(_request(150))
   assert isinstance(next(stream), Provisional)
