@@ -29,9 +29,10 @@ def run(
   """Runs the study and writes its records.
 
   For every prompt and link, each repeat runs all schemes in random order.
-  Baselines run in plain form, which shows their TTFT at its best; INT8 in the
-  verify program as well, since its commits are what Lynx competes with; and
-  the other baselines once, for their output.
+  Baselines run in plain form, which shows their TTFT at its best. In the last
+  repeat INT8 runs in the verify program as well, since its commits are what
+  Lynx competes with; the last of all repeats runs the other baselines in the
+  verify program instead, for their output.
 
   Raises:
     ConfigError: prompts, model, schemes or engine do not fit together.
@@ -106,9 +107,7 @@ def _plan(settings, model, texts, screen) -> _Plan:
     step_s = line.engine.warm_up().plain_s
     for file, prompt in texts.items():
       ask = Request(prompt=prompt, output_tokens=1)
-      prefill_s = statistics.median(
-        line.engine.generate(ask).prefill_end_s or 0.0 for _ in range(2)
-      )
+      prefill_s = line.engine.generate(ask).prefill_end_s or 0.0
       size = line.engine.wire.stream_bytes(len(prompt)).total
       measured = {'prefill_s': prefill_s, 'step_s': step_s}
       rates = settings.sweep_gbps or (settings.link.rate_gbps,)
@@ -148,7 +147,6 @@ class _Study:
     self._lines: dict[tuple[str, Mode], serving.Line] = {}
     self._order = random.Random(settings.seed)
     self._environment = results.environment()
-    self._counted: set[tuple[str, Mode]] = set()
     self._calls: collections.Counter[str] = collections.Counter()
     self._compiles = self._fetches = 0
     self.records: list[dict[str, Any]] = []
@@ -196,19 +194,24 @@ class _Study:
       for scheme, mode in itertools.product(
         self._settings.schemes, self._settings.modes
       )
-      for form in self._forms(scheme, mode)
+      for form in self._forms(scheme, case, repeat)
     ]
     self._order.shuffle(runs)
     for scheme, mode, form in runs:
       self._request(case, repeat, scheme, mode, form, references)
 
-  def _forms(self, scheme: config.Scheme, mode: Mode) -> tuple[Form, ...]:
+  def _forms(
+    self, scheme: config.Scheme, case: _Case, repeat: int
+  ) -> tuple[Form, ...]:
+    """Returns the forms in which a scheme runs this time; see `run`."""
     if scheme.is_speculative:
       return (Form.VERIFY,)
-    if scheme.name != 'int8' and (scheme.name, mode) in self._counted:
+    last = repeat == self._settings.repeats - 1
+    if scheme.name == 'int8':
+      return (Form.PLAIN, Form.VERIFY) if last else (Form.PLAIN,)
+    if not last or case is not self._plan.cases[-1]:
       return (Form.PLAIN,)
-    self._counted.add((scheme.name, mode))
-    return (Form.PLAIN, Form.VERIFY)
+    return (Form.VERIFY,) if repeat else (Form.PLAIN, Form.VERIFY)
 
   def _request(self, case, repeat, scheme, mode, form, references) -> None:
     line, tokenizer = self._lines[scheme.name, mode], self._model.tokenizer
