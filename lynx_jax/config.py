@@ -279,7 +279,7 @@ class EngineConfig:
     Recent and ragged prompt tokens, generated ones, and scratch rows for a
     verification that starts at the last of them; a multiple of 32.
     """
-    # TODO(measure): 32 is a guess at a friendly row count for the matmuls.
+    # A round number of rows; which one was not measured to matter.
     longest = (
       codec.recent_tokens
       + codec.group
