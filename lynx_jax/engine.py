@@ -319,8 +319,12 @@ class Engine:
     return self._entries[request].result
 
   def forget(self, request: int) -> Result:
-    """Returns the result, ends the request if it runs, and drops it."""
+    """Returns the result, ends the request if it runs, and drops it.
+
+    No later `step` returns an event of it.
+    """
     self.cancel(request)
+    self._events = [e for e in self._events if e.request != request]
     return self._entries.pop(request).result
 
   def cancel(self, request: int) -> None:

@@ -290,16 +290,24 @@ def run(
   """
   engine, readers, order = bench.engine, {}, {}
   step, waiting = 0, [*enumerate(requests)]
-  while waiting or engine.busy:
-    for entry in [w for w in waiting if w[1][0] <= step or not engine.busy]:
-      index, (_, request) = entry
-      key = engine.submit(request)
-      order[index], readers[key] = key, Reader(expected[index])
-      waiting.remove(entry)
-    for event in engine.step():
-      readers[event.request].take(event)
-    step += 1
-    assert step < 100_000, 'the engine hangs'
+  try:
+    while waiting or engine.busy:
+      for entry in [w for w in waiting if w[1][0] <= step or not engine.busy]:
+        index, (_, request) = entry
+        key = engine.submit(request)
+        order[index], readers[key] = key, Reader(expected[index])
+        waiting.remove(entry)
+      for event in engine.step():
+        readers[event.request].take(event)
+      step += 1
+      assert step < 100_000, 'the engine hangs'
+  except BaseException:
+    # Else the first failure would be lost among those of all later tests.
+    for key in readers:
+      engine.forget(key)
+    while engine.busy:
+      engine.step()
+    raise
   results = []
   for index, tokens in enumerate(expected):
     key = order[index]
