@@ -19,7 +19,7 @@ draft → verify → commit on the device.
 import dataclasses
 import enum
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ from lynx_jax.config import (
 )
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
-from lynx_jax.prefill import Prefill, Prompt
+from lynx_jax.prefill import Prefill
 from lynx_jax.programs import fetch, program
 from lynx_jax.requests import (
   ENDED,
@@ -50,7 +50,7 @@ from lynx_jax.requests import (
   Retracted,
   State,
 )
-from lynx_jax.sender import PrefillFailed, Sender
+from lynx_jax.sender import Computed, PrefillFailed, PrefillSide, Sender
 from lynx_jax.speculative import decode, draft_length
 from lynx_jax.speculative import slots as slots_lib
 from lynx_jax.timeline import Phase, Timeline
@@ -118,22 +118,25 @@ class Engine:
   Not thread-safe: one thread submits and steps. Close it, or use it in `with`.
 
   Args:
-    prefill_model, decode_model: the same model, placed where each shall run.
+    prefill: the model, placed where prefill shall run; or a prefill side that
+      runs elsewhere, which the engine will close.
+    decode_model: the same model, placed where decode shall run.
     codec: the scheme.
     config: static sizes and policies.
-    connect: makes the transport, given the function that cuts payloads; it
-      must deliver to the devices of `decode_model`.
+    connect: makes the transport from a model in this process, given the
+      function that cuts payloads; like any prefill side, it must deliver to
+      the devices of `decode_model`.
     end_tokens: ids after which nothing follows.
   """
 
   def __init__(
     self,
-    prefill_model: Transformer,
+    prefill: Transformer | PrefillSide,
     decode_model: Transformer,
     codec: CodecConfig,
     config: EngineConfig,
     *,
-    connect: Callable[[Cut], Transport],
+    connect: Callable[[Cut], Transport] | None = None,
     end_tokens: Sequence[int] = (),
   ):
     model = decode_model.config
@@ -171,11 +174,12 @@ class Engine:
     self._events: list[Event] = []
     self._next_id = 0
     self._closed = False
-    self._sender = Sender(
-      Prefill(prefill_model, codec, config),
-      self.wire,
-      connect,
-    )
+    self._sender: PrefillSide
+    if isinstance(prefill, Transformer):
+      assert connect is not None, 'a model in this process needs a transport'
+      self._sender = Sender(Prefill(prefill, codec, config), self.wire, connect)
+    else:
+      self._sender = prefill
 
   def __enter__(self) -> 'Engine':
     return self
@@ -201,12 +205,7 @@ class Engine:
       RuntimeError: requests are under way.
     """
     self._require_idle('warm_up')
-    chunk = np.zeros(self.config.token_chunk, np.int32)
-    prompt = self._sender.compute(chunk)
-    for (segment, plane, group), counts in self.wire.slice_counts().items():
-      for count in counts:
-        part = Slice(segment, plane, group, (0,) * count, (0,) * count)
-        self._cache = self._carry(self._cache, prompt, 0, (part,))
+    self._carry(self._sender.warm_up())
     if self._has_residual:
       self.time_step(Step.ROUND)
     times = {}
@@ -248,7 +247,7 @@ class Engine:
     self._slots = _STOP(self._slots, np.int32(0))
     return seconds
 
-  def compute(self, prompt: Sequence[int]) -> Prompt:
+  def compute(self, prompt: Sequence[int]) -> Computed:
     """Prefills a prompt and nothing else; see `reference`."""
     self._require_idle('compute')
     self._check(prompt, 1)
@@ -258,7 +257,7 @@ class Engine:
     self,
     prompt: Sequence[int],
     output_tokens: int,
-    computed: Prompt | None = None,
+    computed: Computed | None = None,
   ) -> list[int]:
     """Returns the reference output: no transfer, no drafts; slot 0 alone.
 
@@ -278,11 +277,7 @@ class Engine:
     self._require_idle('reference')
     self._check(prompt, output_tokens)
     computed = self._sender.compute(np.asarray(prompt, np.int32), computed)
-    for token_chunk in range(self.wire.token_chunks(len(prompt))):
-      for chunk in self.wire.manifest(0, len(prompt), token_chunk):
-        self._cache = self._carry(
-          self._cache, computed, token_chunk, chunk.slices
-        )
+    self._carry(self._sender.payloads(computed))
     self._start(
       0, len(prompt), token=computed.token, output_tokens=output_tokens
     )
@@ -421,19 +416,11 @@ class Engine:
       f'0..{self.model_config.vocab - 1}',
     )
 
-  def _carry(
-    self,
-    cache: kv_cache.Cache,
-    prompt: Prompt,
-    token_chunk: int,
-    slices: Sequence[Slice],
-  ) -> kv_cache.Cache:
-    """Cuts slices and inserts them in slot 0, without a transport."""
-    payload = wire_lib.cut(self.wire, prompt, token_chunk, slices)
-    payload = jax.device_put(payload, self._device)
-    for part, arrays in zip(slices, payload, strict=True):
-      cache = wire_lib.insert(self.wire, cache, 0, part, arrays)
-    return cache
+  def _carry(self, slices: Iterable[tuple[Slice, wire_lib.Arrays]]) -> None:
+    """Inserts slices in slot 0, without a transport."""
+    for part, arrays in slices:
+      arrays = jax.device_put(arrays, self._device)
+      self._cache = wire_lib.insert(self.wire, self._cache, 0, part, arrays)
 
   def _having(self, state: State, form: Form | None = None) -> list[_Entry]:
     return [

@@ -2,7 +2,8 @@
 """The prefill side: computes prompts, splits them, offers their chunks.
 
 It knows no slot and no decode. What it tells decode besides chunks are the
-records of the control channel: `PrefillDone` and `PrefillFailed`.
+records of the control channel: `PrefillDone` and `PrefillFailed`. `PrefillSide`
+is what an engine sees of it, in this process or in another one.
 """
 
 import dataclasses
@@ -10,7 +11,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from lynx_jax.prefill import Prefill, Prompt
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport.courier import Cut, Transport
 from lynx_jax.transport.links import Payload
-from lynx_jax.transport.streams import Chunk, Stream, WireFormat
+from lynx_jax.transport.streams import Chunk, Slice, Stream, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,54 @@ class PrefillFailed:
 Record = PrefillDone | PrefillFailed
 
 
+class Computed(Protocol):
+  """A whole prompt as some prefill side has computed it."""
+
+  token: int  # the most likely token after the prompt
+
+
+class PrefillSide(Protocol):
+  """What an engine needs of whatever computes prompts and sends them."""
+
+  @property
+  def transport(self) -> Transport:
+    """Brings the chunks; only its receiving half concerns the engine."""
+
+  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+    """Compiles what transfers need; yields a payload of every kind."""
+
+  def compute(self, tokens: np.ndarray, known: Any = None) -> Computed:
+    """Computes a whole prompt at once, outside of all transfers.
+
+    Args:
+      tokens: the prompt.
+      known: the same prompt as another engine's side computed it; it may save
+        the prefill.
+    """
+
+  def payloads(self, computed: Any) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+    """Yields every slice of what `compute` returned, with its payload."""
+
+  def submit(
+    self,
+    request: int,
+    prompt: np.ndarray,
+    *,
+    deadline_s: float = math.inf,
+    timeline: Timeline,
+  ) -> None:
+    """Queues a prompt; its `timeline` gets the events of prefill and split."""
+
+  def drop(self, request: int) -> None:
+    """Frees the request's KV, and stops its prefill and its transfer."""
+
+  def records(self) -> list[Record]:
+    """Returns, without blocking, the control records seen since the last."""
+
+  def close(self) -> None:
+    """Stops; may be called twice."""
+
+
 @dataclasses.dataclass
 class _Job:
   request: int
@@ -64,7 +114,7 @@ class _Job:
 
 
 class Sender:
-  """Runs prefill in a thread of its own, one prompt after the other.
+  """A `PrefillSide` in this process: a thread that takes prompt after prompt.
 
   Args:
     prefill: the programs.
@@ -92,6 +142,13 @@ class Sender:
     )
     self._thread.start()
 
+  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+    """Compiles what transfers need; yields a payload of every kind."""
+    computed = self.compute(np.zeros(self._wire.engine.token_chunk, np.int32))
+    for part in self._wire.slice_kinds():
+      (arrays,) = wire_lib.cut(self._wire, computed, 0, (part,))
+      yield part, arrays
+
   def compute(self, tokens: np.ndarray, known: Prompt | None = None) -> Prompt:
     """Prefills and splits a prompt at once, in the calling thread.
 
@@ -109,6 +166,15 @@ class Sender:
     for token_chunk in range(self._wire.token_chunks(len(tokens)) - 1):
       self._prefill.split(computed, token_chunk)
     return computed
+
+  def payloads(
+    self, computed: Prompt
+  ) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+    """Yields every slice of what `compute` returned, with its payload."""
+    for token_chunk in range(self._wire.token_chunks(computed.tokens)):
+      for chunk in self._wire.manifest(0, computed.tokens, token_chunk):
+        payload = wire_lib.cut(self._wire, computed, token_chunk, chunk.slices)
+        yield from zip(chunk.slices, payload, strict=True)
 
   def submit(
     self,

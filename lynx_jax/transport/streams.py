@@ -333,6 +333,12 @@ class WireFormat:
         )
     return counts
 
+  def slice_kinds(self) -> Iterator[Slice]:
+    """Yields a slice of every kind and count, for warm-up."""
+    for kind, counts in self.slice_counts().items():
+      for count in counts:
+        yield Slice(*kind, layers=(0,) * count, indices=(0,) * count)
+
   def stream_bytes(self, prompt_tokens: int) -> StreamBytes:
     """Returns all bytes of a request, by stream, in closed form."""
     end = self.codec.prefix_end(prompt_tokens)
