@@ -21,11 +21,11 @@ from lynx_jax.config import (
   ConfigError,
   EngineConfig,
   LayerCodec,
-  Mode,
   Order,
   TensorCodec,
   require,
 )
+from lynx_jax.engine import Mode
 
 
 def base() -> ml_collections.ConfigDict:
@@ -148,9 +148,9 @@ class Scheme:
       tensors += [layers.k, layers.v]
     return any(len(tensor.planes) > 1 for tensor in tensors)
 
-  def engine(self, base_engine: EngineConfig, mode: Mode) -> EngineConfig:
-    """Returns the engine's config for this scheme and mode."""
-    return dataclasses.replace(base_engine, order=self.order, mode=mode)
+  def engine(self, base_engine: EngineConfig) -> EngineConfig:
+    """Returns the engine's config for this scheme."""
+    return dataclasses.replace(base_engine, order=self.order)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from typing import Any
 
 from experiments import config, display, prompts, results, serving, summaries
 from lynx_jax import programs, timeline
-from lynx_jax.config import EngineConfig, Mode, check_together
-from lynx_jax.engine import Costs, Engine, Form, Request, Step
+from lynx_jax.config import EngineConfig, check_together
+from lynx_jax.engine import Costs, Engine, Form, Mode, Request, Step
 from lynx_jax.timeline import Phase
 
 _STEPS = 20  # pairs of steps that a ratio of step times is the median of
@@ -103,11 +103,11 @@ def _plan(settings, model, texts, screen) -> _Plan:
   cases, longest_chunks = [], []
   with (
     screen.step('measuring prefill and a decode step'),
-    serving.connect(model, int8, int8.engine(base, Mode.SERIAL)) as line,
+    serving.connect(model, int8, int8.engine(base)) as line,
   ):
     step_s = line.engine.warm_up().plain_s
     for file, prompt in texts.items():
-      ask = Request(prompt=prompt, output_tokens=1)
+      ask = Request(prompt=prompt, output_tokens=1, mode=Mode.SERIAL)
       prefill_s = statistics.median(
         line.engine.generate(ask).prefill_end_s or 0.0 for _ in range(_PREFILLS)
       )
@@ -147,7 +147,7 @@ class _Study:
   def __init__(self, settings, model, texts, plan: _Plan, writer, screen):
     self._settings, self._model, self._texts = settings, model, texts
     self._plan, self._writer, self._screen = plan, writer, screen
-    self._lines: dict[tuple[str, Mode], serving.Line] = {}
+    self._lines: dict[str, serving.Line] = {}
     self._order = random.Random(settings.seed)
     self._environment = results.environment()
     self._calls: collections.Counter[str] = collections.Counter()
@@ -156,22 +156,20 @@ class _Study:
     self.acceptances: list[dict[str, Any]] = []
 
   def start(self, stack: contextlib.ExitStack) -> None:
-    """Makes and warms up an engine for every scheme and mode."""
-    for scheme, mode in itertools.product(
-      self._settings.schemes, self._settings.modes
-    ):
-      with self._screen.step(f'warming up {scheme.name}, {mode.value}'):
+    """Makes and warms up an engine for every scheme."""
+    for scheme in self._settings.schemes:
+      with self._screen.step(f'warming up {scheme.name}'):
         line = stack.enter_context(
           serving.connect(
             self._model,
             scheme,
-            scheme.engine(self._plan.engine, mode),
+            scheme.engine(self._plan.engine),
             rate_gbps=self._plan.cases[0].rate_gbps,
             rtt_ms=self._plan.cases[0].rtt_ms,
           )
         )
         line.engine.warm_up()
-      self._lines[scheme.name, mode] = line
+      self._lines[scheme.name] = line
 
   def references(self, file: str) -> dict[str, list[int]]:
     """Returns the reference output of every scheme, by name."""
@@ -181,7 +179,7 @@ class _Study:
       for scheme in self._settings.schemes:
         if scheme.codec in by_codec:
           continue
-        engine = self._lines[scheme.name, self._settings.modes[0]].engine
+        engine = self._lines[scheme.name].engine
         known = known or engine.compute(prompt)
         by_codec[scheme.codec] = engine.reference(
           prompt, self._settings.output_tokens, known
@@ -217,7 +215,7 @@ class _Study:
     return (Form.VERIFY,) if repeat else (Form.PLAIN, Form.VERIFY)
 
   def _request(self, case, repeat, scheme, mode, form, references) -> None:
-    line, tokenizer = self._lines[scheme.name, mode], self._model.tokenizer
+    line, tokenizer = self._lines[scheme.name], self._model.tokenizer
     line.tune(case.rate_gbps, case.rtt_ms)
     title = f'{case.prompt}, {scheme.name}, {mode.value}'
     if form is Form.PLAIN:
@@ -229,6 +227,7 @@ class _Study:
           prompt=self._texts[case.prompt],
           output_tokens=self._settings.output_tokens,
           form=form,
+          mode=mode,
         ),
         shown,
       )
@@ -277,7 +276,7 @@ class _Study:
     if not tokens or scheme is None:
       return
     engine_config = dataclasses.replace(
-      scheme.engine(self._plan.engine, Mode.SERIAL),
+      scheme.engine(self._plan.engine),
       output_tokens=tokens,
       draft_tokens=self._settings.acceptance_drafts,
     )
@@ -337,5 +336,5 @@ class _Study:
     )
 
   def _engine(self, scheme: str) -> Engine | None:
-    line = self._lines.get((scheme, self._settings.modes[0]))
+    line = self._lines.get(scheme)
     return line.engine if line else None

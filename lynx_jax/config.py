@@ -47,13 +47,6 @@ class Order(enum.Enum):
   INTERLEAVED = 'interleaved'  # one queue: each unit's planes side by side
 
 
-class Mode(enum.Enum):
-  """When the transfer may start."""
-
-  SERIAL = 'serial'  # when prefill has ended
-  OVERLAPPED = 'overlapped'  # as soon as a token chunk has been split
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """Dimensions of a decoder-only transformer of the Llama family.
@@ -227,7 +220,6 @@ class EngineConfig:
     backlog_tokens: most unverified draft tokens a slot may hold.
     chunk_bytes: size of a transfer chunk, the grain of priority.
     order: how the streams share the link.
-    mode: when the transfer may start.
     implementation: of the kernels; None takes the best that can serve.
   """
 
@@ -241,7 +233,6 @@ class EngineConfig:
   backlog_tokens: int = 48
   chunk_bytes: int = 256 * 1024
   order: Order = Order.ANCHOR_FIRST
-  mode: Mode = Mode.SERIAL
   implementation: str | None = None
 
   def __post_init__(self):

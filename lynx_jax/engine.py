@@ -44,6 +44,7 @@ from lynx_jax.requests import (
   Event,
   Finished,
   Form,
+  Mode,
   Provisional,
   Request,
   Result,
@@ -64,6 +65,7 @@ __all__ = [
   'Event',
   'Finished',
   'Form',
+  'Mode',
   'Provisional',
   'Request',
   'Result',
@@ -438,6 +440,7 @@ class Engine:
       self._sender.submit(
         entry.id,
         entry.prompt,
+        mode=entry.request.mode,
         deadline_s=entry.result.timeline.arrival_s + entry.request.deadline_s,
         timeline=entry.result.timeline,
       )

@@ -34,6 +34,13 @@ class Form(enum.Enum):
   PLAIN = 'plain'  # one row a step: fastest without drafts, own rounding
 
 
+class Mode(enum.Enum):
+  """When the transfer of a request may start."""
+
+  SERIAL = 'serial'  # when prefill has ended
+  OVERLAPPED = 'overlapped'  # as soon as a token chunk has been split
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
   """What a user asks for.
@@ -42,6 +49,7 @@ class Request:
     prompt: token ids, at least one.
     output_tokens: most tokens to generate, token 1 included.
     form: how to decode.
+    mode: when its transfer may start.
     streamed: somebody watches: results come after every round.
     deadline_s: seconds after submission by which it matters; orders transfers.
   """
@@ -49,6 +57,7 @@ class Request:
   prompt: Sequence[int]
   output_tokens: int
   form: Form = Form.VERIFY
+  mode: Mode = Mode.OVERLAPPED
   streamed: bool = True
   deadline_s: float = math.inf
 

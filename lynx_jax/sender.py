@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from lynx_jax import wire as wire_lib
-from lynx_jax.config import Mode
 from lynx_jax.prefill import Prefill, Prompt
+from lynx_jax.requests import Mode
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport.courier import Cut, Transport
 from lynx_jax.transport.links import Payload
@@ -87,6 +87,7 @@ class PrefillSide(Protocol):
     request: int,
     prompt: np.ndarray,
     *,
+    mode: Mode,
     deadline_s: float = math.inf,
     timeline: Timeline,
   ) -> None:
@@ -106,6 +107,7 @@ class PrefillSide(Protocol):
 class _Job:
   request: int
   prompt: np.ndarray
+  mode: Mode
   deadline_s: float
   timeline: Timeline
   computed: Prompt | None = None
@@ -181,11 +183,12 @@ class Sender:
     request: int,
     prompt: np.ndarray,
     *,
+    mode: Mode,
     deadline_s: float = math.inf,
     timeline: Timeline,
   ) -> None:
     """Queues a prompt; its `timeline` gets the events of prefill and split."""
-    job = _Job(request, prompt, deadline_s, timeline)
+    job = _Job(request, prompt, mode, deadline_s, timeline)
     self._jobs[request] = job
     self._waiting.put(job)
 
@@ -241,7 +244,7 @@ class Sender:
   def _compute(self, job: _Job) -> None:
     if job.dropped.is_set():
       return
-    overlapped = self._wire.engine.mode is Mode.OVERLAPPED
+    overlapped = job.mode is Mode.OVERLAPPED
     start_s = time.monotonic()
     for token_chunk, prompt in enumerate(self._prefill.chunks(job.prompt)):
       if job.dropped.is_set():

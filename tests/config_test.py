@@ -8,11 +8,11 @@ from experiments import config
 from lynx_jax.config import (
   Axis,
   ConfigError,
-  Mode,
   Order,
   Rotation,
   TensorCodec,
 )
+from lynx_jax.engine import Mode
 
 
 def _settings(**fields) -> config.Settings:
@@ -83,8 +83,8 @@ def test_layer_ranges():
 def test_engine_of_a_scheme():
   settings = _settings(scheme='interleaved', engine__draft_tokens=3)
   (scheme,) = settings.schemes
-  engine = scheme.engine(settings.engine, Mode.OVERLAPPED)
-  assert (engine.order, engine.mode) == (Order.INTERLEAVED, Mode.OVERLAPPED)
+  engine = scheme.engine(settings.engine)
+  assert engine.order is Order.INTERLEAVED
   assert engine.draft_tokens == 3
   assert engine.prompt_tokens == 1984
 

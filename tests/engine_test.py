@@ -401,12 +401,20 @@ def test_an_error_of_the_transport_surfaces():
       engine.step()
 
 
-def test_a_real_courier_serves_several_requests(bench):
+@pytest.mark.parametrize(
+  'rate_gbps, rtt_ms',
+  [
+    (0.1, 2.0),
+    (1e9, 60.0),  # the round trip takes longer than any transfer
+    (0.004, 0.0),  # the transfer takes longer than all the rest
+  ],
+)
+def test_a_real_courier_serves_several_requests(bench, rate_gbps, rtt_ms):
   """The thread, its races included, instead of the script."""
   expected = {n: bench.reference(engines.prompt(n)) for n in (200, 97, 33, 1)}
 
   def connect(cut):
-    link = links.EmulatedLink(engines.DECODE_DEVICE, rate_gbps=0.1, rtt_ms=2)
+    link = links.EmulatedLink(engines.DECODE_DEVICE, rate_gbps, rtt_ms)
     return courier.Courier(scheduler.Scheduler(1), link, cut)
 
   other = engines.Bench(SETUP, engines.model(), connect=connect)
@@ -422,6 +430,23 @@ def test_a_real_courier_serves_several_requests(bench):
       for key in keys:
         result = engine.forget(key)
         assert result.tokens == expected[result.prompt_tokens]
+
+
+def test_sixteen_requests_at_once_are_served_in_turn(bench):
+  lengths = [200, 97, 33, 1] * 4
+  expected = {n: bench.reference(engines.prompt(n)) for n in set(lengths)}
+  bench.configure(draft_tokens=3)
+  keys = [bench.engine.submit(_request(n)) for n in lengths]
+  first = [
+    event.request for event in _finish(bench) if isinstance(event, Provisional)
+  ]
+  seen = list(dict.fromkeys(first))
+  # Prefill computes one prompt after the other, in the order of submission.
+  assert seen == keys
+  for key in keys:
+    result = bench.engine.forget(key)
+    assert result.state is State.DONE
+    assert result.tokens == expected[result.prompt_tokens]
 
 
 def test_close_stops_a_prefill_and_says_so_afterwards():

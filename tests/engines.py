@@ -22,7 +22,6 @@ from lynx_jax.config import (
   CodecConfig,
   EngineConfig,
   LayerCodec,
-  Mode,
   Order,
   Rotation,
   TensorCodec,
@@ -98,9 +97,9 @@ def setup(
 
 SETUPS = {
   'lynx': setup((4, 4)),
-  'coarse': setup((2, 2, 4), mode=Mode.OVERLAPPED, layer_groups=1),
-  'interleaved': setup((4, 4), order=Order.INTERLEAVED, mode=Mode.OVERLAPPED),
-  'int8': setup((8,), mode=Mode.OVERLAPPED),
+  'coarse': setup((2, 2, 4), layer_groups=1),
+  'interleaved': setup((4, 4), order=Order.INTERLEAVED),
+  'int8': setup((8,)),
   # One slot, whose prompts have one group at most; a unit a chunk.
   'int4': setup(
     (4,),
@@ -112,7 +111,7 @@ SETUPS = {
     layer_groups=1,
     chunk_bytes=1,
   ),
-  'dense': setup((), mode=Mode.OVERLAPPED),
+  'dense': setup(()),
   # K and V with unlike planes in one layer group, the other one dense; no
   # sinks and no recent tokens.
   'mixed': setup(

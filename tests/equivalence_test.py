@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lynx_jax import codec as codec_lib
 from lynx_jax import config as config_lib
 from lynx_jax import kv_cache, programs
-from lynx_jax.engine import Form, Request
+from lynx_jax.engine import Form, Mode, Request
 from lynx_jax.kv_cache import Cache
 from lynx_jax.models import cached
 from lynx_jax.speculative import decode
@@ -232,6 +232,7 @@ def _batches(draw, name):
         st.sampled_from([1, 2, 3, rows, rows + 1, engines.OUTPUT_TOKENS])
       ),
       form=draw(st.sampled_from(forms)),
+      mode=draw(st.sampled_from(Mode)),
       streamed=draw(st.booleans()),
       deadline_s=draw(st.sampled_from([0.1, 10.0])),
     )
