@@ -158,22 +158,22 @@ def levelled(
 def counts(trace: Trace) -> tuple[list[float], list[int], list[int]]:
   """Returns times, and the tokens committed and shown from each on.
 
-  Commits are those of `commit_times_s`; shown ones come from the events of
-  drafting and verifying, which count what was left after them.
+  Commits are those of `commit_times_s`; shown are those and the backlog, which
+  the events of drafting and verifying count as it was after them.
   """
   moments: list[tuple[float, int, int]] = []
   for count, at_s in enumerate(trace['commit_times_s'] or (), 1):
     moments.append((at_s, 0, count))
   for e in trace.events:
-    tokens = (e.get('detail') or {}).get('tokens')
-    if e['name'] in ('draft', 'verify') and tokens is not None:
-      moments.append((e['end_s'], 1, tokens))
+    backlog = (e.get('detail') or {}).get('backlog')
+    if e['name'] in ('draft', 'verify') and backlog is not None:
+      moments.append((e['end_s'], 1, backlog))
   times, committed, shown = [0.0], [0], [0]
   for at_s, is_shown, count in sorted(moments):
     times.append(at_s)
     if is_shown:
       committed.append(committed[-1])
-      shown.append(max(count, committed[-1]))
+      shown.append(committed[-1] + count)
     else:
       committed.append(count)
       shown.append(max(shown[-1], count))

@@ -83,7 +83,7 @@ def simulate(
   first = None
   while scheme == 'lynx' and now < arrivals['residual'] and shown < TOKENS:
     shown += 1
-    add('draft', now, now + DRAFT_S, tokens=shown, committed=0)
+    add('draft', now, now + DRAFT_S, backlog=shown - 1, committed=0)
     now += DRAFT_S
     first = first or now
   now = max(now, arrivals.get('residual', 0.0))
@@ -91,7 +91,7 @@ def simulate(
     fresh = 1 if scheme != 'lynx' else min(5, TOKENS - len(commits))
     step = VERIFY_S if form == 'verify' else STEP_S
     tokens = len(commits) + fresh
-    add('verify', now, now + step, tokens=tokens, committed=fresh)
+    add('verify', now, now + step, backlog=max(shown - tokens, 0))
     now += step
     commits += [now] * fresh
     add('commit', now, now, upto=tokens)
@@ -306,8 +306,8 @@ def test_steps_count_committed_and_provisional_tokens():
 
 def test_what_is_taken_back_is_no_longer_shown():
   events = [
-    {'name': 'draft', 'start_s': 1, 'end_s': 2, 'detail': {'tokens': 9}},
-    {'name': 'verify', 'start_s': 2, 'end_s': 3, 'detail': {'tokens': 4}},
+    {'name': 'draft', 'start_s': 1, 'end_s': 2, 'detail': {'backlog': 8}},
+    {'name': 'verify', 'start_s': 2, 'end_s': 3, 'detail': {'backlog': 0}},
   ]
   trace = selection.Trace({'commit_times_s': [1, 3, 3, 3]}, events)
   times, committed, shown = selection.counts(trace)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job on a tiny model, from the command line to the report."""
+
+import pytest
+
+from experiments import latency, main, report, results, selection
+
+SCHEMES = ('bf16', 'int8', 'lynx')
+MODES = ('serial', 'overlapped')
+
+
+@pytest.fixture(scope='module')
+def study(tmp_path_factory):
+  """The records of one run, and its folder."""
+  workdir = tmp_path_factory.mktemp('run')
+  argv = [
+    'main',
+    '--config=configs/tiny.py',
+    f'--workdir={workdir}',
+    f'--config.scheme={",".join(SCHEMES)}',
+    f'--config.mode={",".join(MODES)}',
+    '--config.output_tokens=12',
+    '--config.acceptance.output_tokens=20',
+  ]
+  assert main.main(argv, latency.run) == 0
+  return [*results.read(workdir / results.FILE)], workdir
+
+
+def _requests(records, **fields):
+  return [
+    r
+    for r in records
+    if r['kind'] == 'request'
+    and all(r[name] == value for name, value in fields.items())
+  ]
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('scheme', SCHEMES)
+def test_every_scheme_and_mode_equals_its_reference(study, scheme, mode):
+  verified = _requests(study[0], scheme=scheme, mode=mode, form='verify')
+  assert verified
+  for record in verified:
+    assert record['equal_to_reference'] is True
+    assert record['output_tokens'] == 12
+    assert record['ttft_provisional_s'] >= record['bound_ttft_s']
+
+
+def test_summaries_hold_what_was_measured(study):
+  values = {r['name']: r for r in study[0] if r['kind'] == 'summary'}
+  for suffix in ('', '_overlapped'):
+    assert values[f'equal_to_reference{suffix}']['value'] is True
+    assert values[f'recompiles_after_warmup{suffix}']['value'] == 0
+    assert values[f'fetches_per_draft_round{suffix}']['value'] == 1
+    assert values[f'ttft_lynx_over_bound{suffix}']['n'] == 1
+    assert values[f'ttft_lynx_over_int4{suffix}']['value'] is None
+  assert values['acceptance_gamma8_rounds']['value'] > 0
+
+
+def test_the_report_sees_the_backlog_of_drafts(study):
+  """Its figures read the engine's own events, not only those of their tests."""
+  traces = [
+    trace
+    for trace in report.traces(study[0])
+    if trace['scheme'] == 'lynx' and trace['mode'] == 'serial'
+  ]
+  _, committed, shown = selection.counts(traces[0])
+  assert max(s - c for s, c in zip(shown, committed, strict=True)) > 0
+  assert shown[-1] == committed[-1] == 12
+  assert (study[1] / 'report.html').stat().st_size > 10_000
