@@ -23,6 +23,7 @@ from lynx_jax.models.errors import WeightsError
 Study = Callable[[config.Settings, results.Writer, display.Screen], None]
 
 USER_MISTAKE = 2
+_SEARCH = 'codec_search'
 _EXAMPLE = '--config=configs/demo.py --workdir=runs/demo'
 
 
@@ -31,7 +32,8 @@ def run(argv: Sequence[str], study: Study | None = None) -> int:
 
   Args:
     argv: the program's name, then the flags.
-    study: what to run; None is the latency study.
+    study: what to run; None is the one that `study` in the config names, or
+      the latency study.
 
   Raises:
     KeyboardInterrupt: after the records were closed.
@@ -82,8 +84,10 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
       )
     )
     if study is None:
-      study = _latency_study(settings)
+      study = _named_study(settings)
     study(settings, writer, screen)
+    if settings.study == _SEARCH:
+      return 0  # it has no requests to draw
     with screen.step('drawing the report'):
       from experiments import report
 
@@ -92,15 +96,15 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
   return 0
 
 
-def _latency_study(settings: config.Settings) -> Study:
+def _named_study(settings: config.Settings) -> Study:
   # JAX takes a second to import: mistakes in flags are told before.
   import jax
 
   with contextlib.suppress(RuntimeError):  # a notebook has made its backend
     jax.config.update('jax_num_cpu_devices', settings.cpu_devices)
-  from experiments import latency
+  from experiments import codec_search, latency
 
-  return latency.run
+  return codec_search.run if settings.study == _SEARCH else latency.run
 
 
 def parse(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict, str]:

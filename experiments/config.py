@@ -94,6 +94,10 @@ def base() -> ml_collections.ConfigDict:
       'sweep': {'link_gbps': '', 'rtt_ms': ''},
       # A last run that measures acceptance alone; no tokens, no run.
       'acceptance': {'draft_tokens': 8, 'output_tokens': 0},
+      # The codec search: changes of fields of `codec`, one candidate an entry,
+      # 'k_rotation=hadamard recent_tokens=128; v_axis=token'. Acceptance is
+      # measured for so many of those within most_bits that have the least KL.
+      'search': {'codecs': '', 'most_bits': 4.8, 'drafted': 2},
     }
   )
 
@@ -179,6 +183,37 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+  """A codec of the search, and what distinguishes it."""
+
+  name: str
+  codec: CodecConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+  """What the codec search compares.
+
+  Attributes:
+    candidates: the run's own codec, then those of the config.
+    most_bits: of the Anchor, on every prompt.
+    drafted: candidates whose acceptance is measured.
+  """
+
+  candidates: tuple[Candidate, ...]
+  most_bits: float
+  drafted: int
+
+  def __post_init__(self):
+    require(
+      self.most_bits > 0, f'search.most_bits={self.most_bits} must be positive'
+    )
+    require(
+      self.drafted >= 0, f'search.drafted={self.drafted} must be 0 or more'
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
   """A whole run, checked: what `base` holds, in the library's types."""
 
@@ -198,6 +233,7 @@ class Settings:
   sweep_rtt_ms: tuple[float, ...]
   acceptance_drafts: int
   acceptance_tokens: int
+  search: Search
 
   def __post_init__(self):
     for name in ('repeats', 'output_tokens', 'cpu_devices'):
@@ -262,6 +298,11 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     sweep_rtt_ms=_numbers('sweep.rtt_ms', values.sweep.rtt_ms, least=0.0),
     acceptance_drafts=values.acceptance.draft_tokens,
     acceptance_tokens=values.acceptance.output_tokens,
+    search=Search(
+      candidates=_candidates(values),
+      most_bits=values.search.most_bits,
+      drafted=values.search.drafted,
+    ),
   )
 
 
@@ -432,6 +473,30 @@ def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
     recent_tokens=values.recent_tokens,
     layers=layer_codecs(values.layers, tensors),
   )
+
+
+def _candidates(values: ml_collections.ConfigDict) -> tuple[Candidate, ...]:
+  """Parses the entries of `search.codecs`; the run's codec comes first."""
+  found = [Candidate(name='codec', codec=_codec(values.codec))]
+  entries = (part.strip() for part in values.search.codecs.split(';'))
+  for entry in filter(None, entries):
+    changed = values.codec.copy_and_resolve_references()
+    for word in entry.split():
+      field, equals, value = word.partition('=')
+      require(
+        bool(equals) and field in changed and field != 'layers',
+        f'search.codecs={entry!r}: {word!r} must be FIELD=VALUE with a field '
+        f'of codec, for example k_rotation=hadamard',
+      )
+      kind = type(changed[field])
+      try:
+        changed[field] = kind(value)
+      except ValueError:
+        require(
+          False, f'search.codecs={entry!r}: {word!r} is no {kind.__name__}'
+        )
+    found.append(Candidate(name=entry, codec=_codec(changed)))
+  return tuple(found)
 
 
 def layer_codecs(

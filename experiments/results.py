@@ -126,6 +126,16 @@ def acceptance_record(request: str, **detail: Any) -> dict[str, Any]:
   return _moment('acceptance', request, detail)
 
 
+def codec_record(codec: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a candidate of the codec search.
+
+  Args:
+    codec: its name.
+    **detail: prompts, and a value of each figure for every one of them.
+  """
+  return _moment('codec', None, {'codec': codec, **detail})
+
+
 def _moment(name: str, request: Any, detail: dict[str, Any]) -> dict[str, Any]:
   return {
     'kind': 'event',

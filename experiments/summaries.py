@@ -197,10 +197,10 @@ def acceptance(records: Iterable[Record]) -> list[dict[str, Any]]:
   for drafts, runs in by_length.items():
     rates, rounds = [], 0
     for run in runs:
-      full = [done for tried, done in run['rounds'] if tried == drafts]
+      full = [pair for pair in run['rounds'] if pair[0] == drafts]
       rounds += len(full)
       if full:
-        rates.append(sum(full) / (drafts * len(full)))
+        rates.append(accepted_share(full))
     name = f'acceptance_gamma{drafts}'
     mean = statistics.mean(rates) if rates else None
     found += [
@@ -217,6 +217,11 @@ def acceptance(records: Iterable[Record]) -> list[dict[str, Any]]:
       ),
     ]
   return found
+
+
+def accepted_share(rounds: Sequence[Sequence[int]]) -> float:
+  """Returns accepted / drafted of (drafted, accepted) rounds."""
+  return sum(done for _, done in rounds) / sum(tried for tried, _ in rounds)
 
 
 def distinct_4grams(tokens: Sequence[int]) -> float:

@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares codecs offline: bits a value, KL divergence, and acceptance.
+
+It knows no link, no engine and no packed cache. Every prompt is prefilled once.
+What a candidate's planes read back as is put into a dense float32 cache, so
+that one program serves all candidates and all prompts run side by side.
+
+A round is what the engine does after arrival: γ greedy drafts on the Anchor,
+one pass of the target over them, and the longest agreeing prefix committed
+together with the target's own next token. KL is that of the draft's from the
+target's distribution, teacher-forced on the model's bfloat16 continuation.
+"""
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from experiments import config, display, prompts, results, serving, summaries
+from lynx_jax import codec as codec_lib
+from lynx_jax.config import (
+  CodecConfig,
+  ModelConfig,
+  TensorCodec,
+  check_together,
+)
+from lynx_jax.models import cached
+from lynx_jax.models.transformer import Transformer
+from lynx_jax.prefill import Prefill, Prompt
+from lynx_jax.programs import fetch, program
+from lynx_jax.shapes import Array, BFloat16, Bool, Float32, Int32
+from lynx_jax.transport.streams import WireFormat
+
+_BLOCK = 64  # rows of a teacher-forced pass
+
+# Keys and values of a layer: of the prompts, and of what was generated.
+Layers = tuple[tuple[Float32[Array, 'B K S H'], Float32[Array, 'B K S H']], ...]
+
+
+def run(
+  settings: config.Settings, writer: results.Writer, screen: display.Screen
+) -> None:
+  """Measures every candidate; writes an `event` record each, and summaries.
+
+  Acceptance takes a minute a candidate: it is measured for those with the
+  least KL among the ones within `search.most_bits`, on all prompts together.
+  Summaries are those of the candidate with the highest acceptance.
+
+  Raises:
+    ConfigError: prompts, model and codecs do not fit together.
+  """
+  search = settings.search
+  with screen.step(f'loading {settings.model_path}'):
+    model = serving.load(settings.model_path, settings.model_dtype)
+  for candidate in search.candidates:
+    check_together(model.config, candidate.codec, settings.engine)
+  texts = _prefill(settings, model, screen)
+  oracle = Oracle(
+    model.decode,
+    texts,
+    tokens=settings.acceptance_tokens,
+    drafts=settings.acceptance_drafts,
+    ends=model.tokenizer.ends,
+  )
+  with screen.step('continuing the prompts with bfloat16 KV'):
+    oracle.continue_exactly()
+  found = []
+  for candidate in search.candidates:
+    with screen.step(candidate.name):
+      found.append(_measure(settings, texts, oracle, candidate))
+    screen.note(found[-1].line())
+  within = [f for f in found if max(f.bits) <= search.most_bits]
+  within.sort(key=lambda f: statistics.mean(f.kl))
+  for entry in within[: search.drafted]:
+    with screen.step(f'drafting with {entry.candidate.name}'):
+      rounds, tokens = oracle.accept(*read_both(texts, entry.candidate.codec))
+    entry.acceptances = [
+      {'draft_tokens': settings.acceptance_drafts, 'rounds': r, 'token_ids': t}
+      for r, t in zip(rounds, tokens, strict=True)
+    ]
+    screen.note(entry.line())
+  for entry in found:
+    writer.write(entry.record(texts.names))
+  if drafted := [entry for entry in found if entry.acceptances]:
+    best = max(drafted, key=lambda entry: statistics.mean(entry.rates()))
+    screen.note(f'best: {best.candidate.name}')
+    for record in best.summaries():
+      writer.write(record)
+
+
+@dataclasses.dataclass
+class _Entry:
+  """What was measured of a candidate, a value a prompt.
+
+  Attributes:
+    candidate: its name and codec.
+    bits: Anchor, bits a value as the wire counts them.
+    kl: mean KL(target ‖ draft) in nats.
+    agreement: share of positions where both have the same most likely token.
+    acceptances: rounds and tokens; empty where not measured.
+  """
+
+  candidate: config.Candidate
+  bits: list[float]
+  kl: list[float]
+  agreement: list[float]
+  acceptances: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+  def rates(self) -> list[float]:
+    """Returns accepted / drafted of every prompt."""
+    return [summaries.accepted_share(a['rounds']) for a in self.acceptances]
+
+  def line(self) -> str:
+    """Returns one line for people: means, and the worst prompt's."""
+    mean, rates = statistics.mean, self.rates()
+    text = (
+      f'{self.candidate.name}: {mean(self.bits):.2f} bits '
+      f'(worst {max(self.bits):.2f}), KL {mean(self.kl):.5f} '
+      f'({max(self.kl):.5f}), agreement {mean(self.agreement):.4f}'
+    )
+    if rates:
+      text += f', acceptance {mean(rates):.3f} ({min(rates):.3f})'
+    return text
+
+  def record(self, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the `event` record."""
+    return results.codec_record(
+      self.candidate.name,
+      prompts=list(names),
+      bits_anchor=self.bits,
+      kl=self.kl,
+      agreement=self.agreement,
+      acceptances=self.acceptances,
+    )
+
+  def summaries(self) -> list[dict[str, Any]]:
+    """Returns the `summary` records."""
+    count = len(self.kl)
+    return [
+      results.summary_record(
+        'bits_anchor', statistics.mean(self.bits), 'bits', count
+      ),
+      results.summary_record(
+        'kl_anchor', statistics.mean(self.kl), 'nats', count
+      ),
+      *summaries.acceptance(self.acceptances),
+    ]
+
+
+def _measure(settings, texts, oracle, candidate) -> _Entry:
+  wire = WireFormat(texts.model, candidate.codec, settings.engine)
+  kl, agreement = oracle.compare(*read_both(texts, candidate.codec))
+  return _Entry(
+    candidate,
+    [wire.bits_a_value(int(n)).anchor for n in texts.lengths],
+    kl,
+    agreement,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+  """The prompts, prefilled.
+
+  Attributes:
+    model: dimensions.
+    names: of the prompts.
+    lengths: P of each.
+    token: token 1 of each.
+    k, v: of every layer, on the device; zeros from P on.
+  """
+
+  model: ModelConfig
+  names: tuple[str, ...]
+  lengths: np.ndarray
+  token: np.ndarray
+  k: list[BFloat16[Array, 'B S K H']]
+  v: list[BFloat16[Array, 'B S K H']]
+
+  @classmethod
+  def gather(
+    cls,
+    model: ModelConfig,
+    names: Sequence[str],
+    states: Sequence[Prompt],
+  ) -> 'Texts':
+    """Puts what prefill has computed of each prompt side by side."""
+    computed = fetch([state.kv for state in states])
+    both = []
+    for tensor in 'kv':
+      by_prompt = []
+      for state, groups in zip(states, computed, strict=True):
+        x = np.concatenate([getattr(group, tensor) for group in groups])
+        x[:, state.tokens :] = 0  # padding
+        by_prompt.append(x)
+      layers = zip(*by_prompt, strict=True)
+      both.append([jnp.asarray(np.stack(layer)) for layer in layers])
+    return cls(
+      model,
+      tuple(names),
+      np.array([state.tokens for state in states], np.int32),
+      np.array([state.token for state in states], np.int32),
+      *both,
+    )
+
+
+def _prefill(
+  settings: config.Settings, model: serving.Model, screen: display.Screen
+) -> Texts:
+  longest = max(tokens for _, tokens in settings.prompts)
+  engine = dataclasses.replace(settings.engine, prompt_tokens=longest)
+  prefill = Prefill(model.prefill, CodecConfig(), engine)
+  states = []
+  for file, tokens in settings.prompts:
+    ids = prompts.cut(
+      model.tokenizer.encode(prompts.read(file)),
+      tokens,
+      keeps_end=prompts.KEEPS_END.get(file, False),
+    )
+    with screen.step(f'prefilling {file}, {len(ids)} tokens'):
+      *_, state = prefill.chunks(np.asarray(ids, np.int32))
+    states.append(state)
+  return Texts.gather(model.config, [f for f, _ in settings.prompts], states)
+
+
+def read_both(texts: Texts, codec: CodecConfig) -> tuple[Layers, Layers]:
+  """Returns the prompts' KV as the target and as drafts read it."""
+  ends = np.array([codec.prefix_end(int(n)) for n in texts.lengths])
+  token = np.arange(texts.k[0].shape[1])
+  packed = (token >= codec.sinks) & (token < ends[:, None])
+  both = []
+  for depth in (None, 1):
+    layers = []
+    for layer, kv in enumerate(zip(texts.k, texts.v, strict=True)):
+      layers.append(
+        tuple(
+          _read_program(tensor, codec.group, codec.sinks, depth)(x, packed)
+          for tensor, x in zip(codec.of_layer(layer), kv, strict=True)
+        )
+      )
+    both.append(tuple(layers))
+  return both[0], both[1]
+
+
+@functools.cache
+def _read_program(
+  codec: TensorCodec, group: int, sinks: int, depth: int | None
+):
+  """Compiles: what packed tokens read back as with `depth` planes."""
+
+  def read(x: BFloat16[Array, 'B S K H'], packed: Bool[Array, 'B S']):
+    values = x.astype(jnp.float32)
+    if codec.planes:
+      split = codec_lib.split(x, codec, group=group, sinks=sinks)
+      read_back = codec_lib.dequantise(split, depth)
+      values = jnp.where(packed[:, :, None, None], read_back, values)
+    return jnp.swapaxes(values, 1, 2)
+
+  return program(read, name='read')
+
+
+class Oracle:
+  """Runs the model over dense caches; a batch slot is a prompt.
+
+  Generated tokens count from 0, which is token 1. Their KV lie in a tail of
+  their own, rounded to bfloat16: a round drafts into it, the target's pass over
+  the same rows overwrites what the drafts have left.
+
+  Args:
+    model: parameters.
+    texts: the prompts.
+    tokens: how many are generated a prompt.
+    drafts: γ.
+    ends: ids that end a text.
+  """
+
+  def __init__(
+    self,
+    model: Transformer,
+    texts: Texts,
+    *,
+    tokens: int,
+    drafts: int,
+    ends: Collection[int],
+  ):
+    graphs, self._params = cached.split(model)
+    self._texts, self._tokens, self._drafts = texts, tokens, drafts
+    self._ends = sorted(ends)
+    self._pass = _pass_program(graphs)
+    self._compare = program(_divergence, name='divergence')
+    self._forced: np.ndarray | None = None
+
+  def continue_exactly(self) -> None:
+    """Decodes the text that `compare` is forced on, with bfloat16 KV."""
+    dense = TensorCodec(planes=())
+    kv, _ = read_both(self._texts, CodecConfig(k=dense, v=dense))
+    token, tail = self._texts.token[:, None], self._tail()
+    text = [token]
+    for row in range(self._tokens - 1):
+      _, token, tail = self._run(kv, tail, token, row)
+      text.append(fetch(token))
+    self._forced = np.concatenate(text, axis=1)
+
+  def compare(
+    self, target: Layers, draft: Layers
+  ) -> tuple[list[float], list[float]]:
+    """Returns mean KL(target ‖ draft) and agreement, a value a prompt.
+
+    The text is taken in blocks; in each, drafts see the KV of their own block
+    and the target's of those before, as in a long round.
+    """
+    assert self._forced is not None
+    tail, parts = self._tail(), []
+    for row in range(0, self._tokens, _BLOCK):
+      tokens = self._forced[:, row : row + _BLOCK]
+      seen, _, tail = self._run(draft, tail, tokens, row)
+      wanted, _, tail = self._run(target, tail, tokens, row)
+      parts.append(fetch(self._compare(wanted, seen)))
+    kl, agree = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+    return kl.mean(axis=1).tolist(), agree.mean(axis=1).tolist()
+
+  def accept(
+    self, target: Layers, draft: Layers
+  ) -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
+    """Decodes by rounds of γ.
+
+    Returns:
+      (drafted, accepted) of each round, and the tokens, a list a prompt.
+    """
+    slots, drafts = len(self._texts.lengths), self._drafts
+    committed = np.ones(slots, np.int32)
+    text = [[int(token)] for token in self._texts.token]
+    last, tail = self._texts.token, self._tail()
+    left = ~np.isin(last, self._ends)
+    rounds: list[list[tuple[int, int]]] = [[] for _ in range(slots)]
+    while left.any():
+      tokens = [last]
+      for i in range(drafts):
+        _, token, tail = self._run(
+          draft, tail, tokens[-1][:, None], committed - 1 + i
+        )
+        tokens.append(fetch(token)[:, 0])
+      drafted = np.stack(tokens, axis=1)
+      _, found, tail = self._run(target, tail, drafted, committed - 1)
+      targets = fetch(found)
+      agree = np.cumprod(drafted[:, 1:] == targets[:, :-1], axis=1).sum(axis=1)
+      for slot in np.flatnonzero(left):
+        rounds[slot].append((drafts, int(agree[slot])))
+        fresh = targets[slot, : agree[slot] + 1]
+        text[slot] += fresh.tolist()
+        left[slot] = (
+          len(text[slot]) < self._tokens
+          and not np.isin(fresh, self._ends).any()
+        )
+      last = np.take_along_axis(targets, agree[:, None], axis=1)[:, 0]
+      # A slot that has ended goes on drafting at its last row, unread.
+      committed = np.minimum(committed + agree + 1, self._tokens)
+    return rounds, [tokens[: self._tokens] for tokens in text]
+
+  def _run(self, kv, tail, tokens, first):
+    first = np.broadcast_to(np.asarray(first, np.int32), len(tokens))
+    return self._pass(
+      self._params, kv, tail, tokens, self._texts.lengths, first
+    )
+
+  def _tail(self) -> Layers:
+    model = self._texts.model
+    rows = self._tokens + max(self._drafts + 1, _BLOCK)
+    shape = (len(self._texts.lengths), model.kv_heads, rows, model.head_dim)
+
+    def zeros():  # a buffer each: a donated argument may not occur twice
+      return jnp.zeros(shape, jnp.float32)
+
+    return tuple((zeros(), zeros()) for _ in range(model.layers))
+
+
+@functools.cache
+def _pass_program(graphs: cached.Graphs):
+  def run(params, prompt, tail, tokens, lengths, first):
+    model = nnx.merge(graphs.model, params)
+    logits, tail = forward(model, prompt, tail, tokens, lengths, first)
+    return logits, cached.greedy(logits), tail
+
+  return program(run, name='pass', donate=(2,))
+
+
+def forward(
+  model: Transformer,
+  prompt: Layers,
+  tail: Layers,
+  tokens: Int32[Array, 'B T'],
+  lengths: Int32[Array, 'B'],
+  first: Int32[Array, 'B'],
+) -> tuple[Float32[Array, 'B T V'], Layers]:
+  """Returns the logits of every row, and the tail with the rows' KV in it.
+
+  Args:
+    model: parameters.
+    prompt: KV of positions [0, P).
+    tail: KV from position P on.
+    tokens: of the pass.
+    lengths: P.
+    first: row of the tail at which the first token stands.
+  """
+  row = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+  h, written = model.embed(tokens), []
+  for layer, (k, v), rest in zip(model.layers, prompt, tail, strict=True):
+
+    def attend(q, new_k, new_v, k=k, v=v, rest=rest):
+      rest = tuple(
+        _write(buffer, new, first)
+        for buffer, new in zip(rest, (new_k, new_v), strict=True)
+      )
+      return _attention(q, (k, v), rest, lengths, row), rest
+
+    h, rest = layer(h, lengths[:, None] + row, attend)
+    written.append(rest)
+  return model.head(h), tuple(written)
+
+
+def _write(buffer, new, first):
+  """Writes rows as the bfloat16 tail of a real cache holds them."""
+  new = jnp.swapaxes(new.astype(jnp.bfloat16).astype(jnp.float32), 1, 2)
+  for slot in range(buffer.shape[0]):
+    buffer = jax.lax.dynamic_update_slice(
+      buffer, new[slot : slot + 1], (slot, 0, first[slot], 0)
+    )
+  return buffer
+
+
+def _attention(q, prompt, tail, lengths, row):
+  """Attends to the whole prompt, and to the tail up to each row's own."""
+  batch, rows, heads, head_dim = q.shape
+  kv_heads = tail[0].shape[1]
+  x = q.astype(jnp.float32).reshape(batch, rows, kv_heads, -1, head_dim)
+  x = x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
+
+  def scores(k, limit):  # B K TG S; limit: B T
+    token = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
+    seen = jnp.repeat(token < limit[:, :, None], heads // kv_heads, axis=1)
+    found = jnp.einsum('bkrh,bksh->bkrs', x, k) * np.float32(head_dim**-0.5)
+    return jnp.where(seen[:, None], found, -jnp.inf)
+
+  prefix = jnp.broadcast_to(lengths[:, None], row.shape)
+  both = [scores(prompt[0], prefix), scores(tail[0], row + 1)]
+  weights = jax.nn.softmax(jnp.concatenate(both, axis=-1), axis=-1)
+  cut = prompt[0].shape[2]
+  out = jnp.einsum('bkrs,bksh->bkrh', weights[..., :cut], prompt[1])
+  out += jnp.einsum('bkrs,bksh->bkrh', weights[..., cut:], tail[1])
+  out = out.reshape(batch, kv_heads, rows, -1, head_dim)
+  return out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
+
+
+def _divergence(
+  target: Float32[Array, 'B T V'], draft: Float32[Array, 'B T V']
+) -> tuple[Float32[Array, 'B T'], Bool[Array, 'B T']]:
+  """Returns KL(target ‖ draft) and whether the most likely tokens agree."""
+  p, q = jax.nn.log_softmax(target), jax.nn.log_softmax(draft)
+  kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+  return kl, cached.greedy(target) == cached.greedy(draft)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codec search measures what the engine does, without one."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import cli, codec_search, config, main, results
+from lynx_jax.config import (
+  CodecConfig,
+  ConfigError,
+  EngineConfig,
+  Rotation,
+  TensorCodec,
+)
+from lynx_jax.engine import Engine
+from lynx_jax.models import presets, transformer
+from lynx_jax.prefill import Prefill
+from lynx_jax.transport import courier, links, scheduler
+
+MODEL = presets.tiny(layers=2, head_dim=16, vocab=64, tied_embeddings=False)
+TOKENS, DRAFTS = 24, 5
+LENGTHS = (150, 97)
+ENGINE = EngineConfig(
+  prompt_tokens=192,
+  output_tokens=TOKENS,
+  token_chunk=64,
+  layer_groups=2,
+  draft_tokens=DRAFTS,
+)
+
+
+def _codec(planes, rotation=Rotation.HADAMARD, **more) -> CodecConfig:
+  tensor = TensorCodec(planes=planes, rotation=rotation)
+  return CodecConfig(
+    k=tensor, v=tensor, group=32, recent_tokens=16, sinks=2, **more
+  )
+
+
+@functools.cache
+def _model() -> transformer.Transformer:
+  return transformer.Transformer(MODEL, rngs=nnx.Rngs(params=0))
+
+
+def _prompts() -> list[np.ndarray]:
+  draws = np.random.default_rng(0)
+  return [draws.integers(0, MODEL.vocab, n, dtype=np.int32) for n in LENGTHS]
+
+
+@functools.cache
+def _oracle() -> tuple[codec_search.Texts, codec_search.Oracle]:
+  prefill = Prefill(_model(), _codec(()), ENGINE)
+  states = [list(prefill.chunks(prompt))[-1] for prompt in _prompts()]
+  texts = codec_search.Texts.gather(MODEL, ('a', 'b'), states)
+  oracle = codec_search.Oracle(
+    _model(), texts, tokens=TOKENS, drafts=DRAFTS, ends=()
+  )
+  oracle.continue_exactly()
+  return texts, oracle
+
+
+def _engine(codec: CodecConfig) -> Engine:
+  link = links.DeviceLink(jax.devices()[0])
+  return Engine(
+    _model(),
+    _model(),
+    codec,
+    ENGINE,
+    connect=lambda cut: courier.Courier(scheduler.Scheduler(0), link, cut),
+  )
+
+
+def test_committed_tokens_are_those_of_the_engine():
+  """The target, and the rule that commits, are the engine's."""
+  texts, oracle = _oracle()
+  codec = _codec((1, 1))
+  rounds, tokens = oracle.accept(*codec_search.read_both(texts, codec))
+  with _engine(codec) as engine:
+    wanted = [engine.reference(prompt, TOKENS) for prompt in _prompts()]
+  assert tokens == wanted
+  assert any(accepted < DRAFTS for _, accepted in rounds[0])  # drafts differ
+  for slot in rounds:
+    assert sum(n + 1 for _, n in slot[:-1]) < TOKENS - 1
+    assert sum(n + 1 for _, n in slot) >= TOKENS - 1
+
+
+def test_a_draft_that_reads_the_target_is_always_accepted():
+  texts, oracle = _oracle()
+  both = codec_search.read_both(texts, _codec((4,)))
+  kl, agreement = oracle.compare(*both)
+  np.testing.assert_allclose(kl, 0.0, atol=1e-6)
+  assert agreement == [1.0, 1.0]
+  rounds, _ = oracle.accept(*both)
+  assert {accepted for slot in rounds for _, accepted in slot} == {DRAFTS}
+
+
+def test_more_bits_are_nearer_to_the_target():
+  texts, oracle = _oracle()
+  found = [
+    np.mean(oracle.compare(*codec_search.read_both(texts, _codec(planes)))[0])
+    for planes in ((1, 1, 2, 4), (2, 2, 4), (4, 4))
+  ]
+  assert found[0] > 4 * found[1] > 16 * found[2] > 0
+
+
+def test_a_dense_codec_reads_back_what_prefill_computed():
+  texts, _ = _oracle()
+  target, draft = codec_search.read_both(texts, _codec(()))
+  for exact, layer in zip(
+    zip(texts.k, texts.v, strict=True), target, strict=True
+  ):
+    for x, read in zip(exact, layer, strict=True):
+      np.testing.assert_array_equal(
+        np.swapaxes(np.asarray(x, np.float32), 1, 2), read
+      )
+  jax.tree.map(np.testing.assert_array_equal, target, draft)
+
+
+def test_only_whole_groups_between_sinks_and_recent_tokens_are_packed():
+  texts, _ = _oracle()
+  codec = _codec((1, 1))
+  target, _ = codec_search.read_both(texts, codec)
+  exact, _ = codec_search.read_both(texts, _codec(()))
+  differ = (np.asarray(target[0][0]) != np.asarray(exact[0][0])).any(
+    axis=(1, 3)
+  )
+  for slot, length in enumerate(LENGTHS):
+    changed = np.flatnonzero(differ[slot])
+    assert codec.sinks <= changed.min()
+    assert changed.max() < codec.prefix_end(length)
+    assert len(changed) > 0.9 * (codec.prefix_end(length) - codec.sinks)
+
+
+def _settings(*flags) -> config.Settings:
+  values, _ = cli.parse(
+    ['main', '--config=configs/codec_search.py', '--workdir=w', *flags]
+  )
+  return config.settings(values)
+
+
+def test_candidates_are_changes_of_the_codec():
+  first, second, third = _settings(
+    '--config.codec.k_rotation=hadamard',
+    '--config.search.codecs=sinks=8 v=8; k_rotation=none',
+  ).search.candidates
+  assert first.codec.k.rotation is Rotation.HADAMARD
+  assert second.codec.sinks == 8
+  assert second.codec.v.planes == (8,)
+  assert second.codec.k == first.codec.k
+  assert third.name == 'k_rotation=none'
+  assert third.codec == dataclasses.replace(
+    first.codec, k=dataclasses.replace(first.codec.k, rotation=Rotation.NONE)
+  )
+
+
+@pytest.mark.parametrize(
+  'entry', ['sinks', 'sinks=many', 'depth=3', 'layers=0:6', 'v_axis=row']
+)
+def test_an_entry_that_is_no_change_is_refused(entry):
+  with pytest.raises(ConfigError, match=entry.partition('=')[0]):
+    _settings(f'--config.search.codecs={entry}')
+
+
+def test_the_study_writes_candidates_and_summaries(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(pathlib.Path(__file__).parents[1])
+  argv = [
+    'main',
+    '--config=configs/codec_search.py:book',
+    f'--workdir={tmp_path}',
+    '--config.model.path=tiny',
+    '--config.prompt_tokens=224',
+    '--config.engine.layer_groups=2',
+    '--config.acceptance.output_tokens=12',
+    '--config.search.codecs=k=2,2,4 v=2,2,4; recent_tokens=128',
+    '--config.search.most_bits=9.0',
+    '--config.search.drafted=1',
+  ]
+  assert main.main(argv) == 0
+  records = list(results.read(tmp_path / results.FILE))
+  found = [r['detail'] for r in records if r.get('name') == 'codec']
+  assert [f['codec'] for f in found] == [
+    'codec',
+    'k=2,2,4 v=2,2,4',
+    'recent_tokens=128',
+  ]
+  assert found[1]['bits_anchor'] < found[0]['bits_anchor']
+  assert found[2]['kl'] == [0.0]  # all of the prompt is dense
+  # The last one needs too many bits; of the others the first has less KL.
+  assert [bool(f['acceptances']) for f in found] == [True, False, False]
+  values = {r['name']: r['value'] for r in records if r['kind'] == 'summary'}
+  assert values['kl_anchor'] == found[0]['kl'][0]
+  assert 0 <= values['acceptance_gamma8'] <= 1
+  assert 'best: codec' in capsys.readouterr().out
