@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefill process with a tiny random model, for tests of the transfer.
 
-    python -m tests.prefill_process '{"port": 0, "pulls": true}'
+    python -m tests.prefill_process
 
 It prints its port once it serves, and ends with its parent.
 """
 
-import json
 import os
 import sys
 import threading
@@ -15,13 +14,11 @@ from lynx_jax.prefill_server import PrefillServer
 from tests import transfers
 
 
-def main(options: dict) -> None:
+def main() -> None:
   server = PrefillServer(
     transfers.model(),
     transfers.FORMATS,
-    listen=f'127.0.0.1:{options.get("port", 0)}',
-    pull_host='127.0.0.1' if options.get('pulls', True) else None,
-    lease_s=options.get('lease_s', 5.0),
+    lease_s=transfers.LEASE_S,
     window_bytes=transfers.WINDOW_BYTES,
   )
   threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -44,4 +41,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == '__main__':
-  main(json.loads(sys.argv[1]))
+  main()

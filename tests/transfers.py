@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What both processes of the transfer's tests share: model, formats, child."""
 
-import json
 import os
 import pathlib
 import signal
@@ -9,38 +8,44 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 
+from lynx_jax import handshake
+from lynx_jax.transport import messages
 from lynx_jax.transport.streams import WireFormat
 from tests import engines
 
 ROOT = pathlib.Path(__file__).parents[1]
 SETUP = engines.SETUPS['lynx']
 WINDOW_BYTES = 64 * 1024
+LEASE_S = 2.0
 FORMATS = [
   WireFormat(engines.MODEL, engines.SETUPS[name].codec, SETUP.config)
   for name in ('lynx', 'dense')
 ]
 model = engines.model
+ENVIRONMENT = os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'}
 
 
 class Child:
   """A prefill process.
 
   Args:
-    port: 0 takes a free one.
-    pulls: it may start a transfer server.
-    lease_s: longest silence of a peer.
+    cache: folder of compiled programs.
   """
 
-  def __init__(self, port: int = 0, pulls: bool = True, lease_s: float = 5.0):
-    options = {'port': port, 'pulls': pulls, 'lease_s': lease_s}
+  def __init__(self, cache: pathlib.Path):
     self._process = subprocess.Popen(
-      [sys.executable, '-m', 'tests.prefill_process', json.dumps(options)],
+      [sys.executable, '-m', 'tests.prefill_process'],
       cwd=ROOT,
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
-      env=os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'},
+      env=ENVIRONMENT
+      | {
+        'JAX_COMPILATION_CACHE_DIR': str(cache),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+      },
     )
     self._port = 0
 
@@ -77,3 +82,15 @@ class Child:
 
 def placement():
   return jax.sharding.SingleDeviceSharding(engines.DECODE_DEVICE)
+
+
+def submitted(wire: WireFormat, prompt: np.ndarray) -> messages.Submit:
+  """Returns the message that asks for a prompt."""
+  return messages.Submit(
+    request=0,
+    generation=0,
+    prompt=prompt.astype('<i4').tobytes(),
+    manifest=handshake.manifest_hash(wire, len(prompt)),
+    deadline_in_s=None,
+    landed=(),
+  )
