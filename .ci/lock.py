@@ -12,8 +12,8 @@ import tempfile
 ROOT = pathlib.Path(__file__).parents[1]
 SPDX = '# SPDX-License-Identifier: Apache-2.0\n'
 RUN_HEADER = f"""{SPDX}\
-# Everything that `make demo` installs, but for the model: core, weights and
-# experiments of pyproject.toml, for Python 3.11 to 3.14 on Linux x86-64.
+# Everything that `make demo` installs, but for the model: core, weights, serve
+# and experiments of pyproject.toml, for Python 3.11 to 3.14 on Linux x86-64.
 # Complete, so it is installed with --no-deps. Made by `make lock`.
 """
 TEST_HEADER = f"""{SPDX}\
@@ -53,9 +53,9 @@ def resolve(extras: list[str], constraints: str = '') -> dict[str, str]:
 
 
 def main() -> None:
-  run = resolve(['weights', 'experiments'])
+  run = resolve(['weights', 'experiments', 'serve'])
   pins = ''.join(block.split(' \\')[0] + '\n' for block in run.values())
-  everything = resolve(['weights', 'experiments', 'test', 'tpu'], pins)
+  everything = resolve(['weights', 'experiments', 'serve', 'test', 'tpu'], pins)
   extra = [block for name, block in everything.items() if name not in run]
   (ROOT / 'requirements.lock').write_text(RUN_HEADER + ''.join(run.values()))
   (ROOT / 'requirements-test.lock').write_text(TEST_HEADER + ''.join(extra))

@@ -479,6 +479,9 @@ class Engine:
         self.wire, self._cache, entry.slot, part, arrays
       )
     result = entry.result
+    if arrival.substituted:
+      result.unverified = True
+      return  # nothing of it was on the link
     result.anchor_bytes += chunk.anchor_bytes
     result.residual_bytes += chunk.residual_bytes
     anchor = chunk.stream is Stream.ANCHOR

@@ -127,6 +127,8 @@ class Result:
     critical: (ready_s, bytes) of chunks that the first token waits for.
     anchor_s, residual_s: when the last byte of each stream was there.
     done_s: the end.
+    unverified: a part of the Residual never came and was made up, as the
+      transfer's policy allows: tokens need not be those of the reference.
     error: why it failed.
   """
 
@@ -150,6 +152,7 @@ class Result:
   anchor_s: float | None = None
   residual_s: float | None = None
   done_s: float | None = None
+  unverified: bool = False
   error: Exception | None = None
 
   @property

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from lynx_jax import wire as wire_lib
 from lynx_jax.prefill import Prefill, Prompt
 from lynx_jax.requests import Mode
 from lynx_jax.timeline import Phase, Timeline
-from lynx_jax.transport.courier import Cut, Transport
+from lynx_jax.transport.courier import Cut, Incoming, Outgoing
 from lynx_jax.transport.links import Payload
 from lynx_jax.transport.streams import Chunk, Slice, Stream, WireFormat
 
@@ -52,6 +52,7 @@ class PrefillFailed:
 
 
 Record = PrefillDone | PrefillFailed
+Wire = TypeVar('Wire', bound=Outgoing)
 
 
 class Computed(Protocol):
@@ -64,8 +65,8 @@ class PrefillSide(Protocol):
   """What an engine needs of whatever computes prompts and sends them."""
 
   @property
-  def transport(self) -> Transport:
-    """Brings the chunks; only its receiving half concerns the engine."""
+  def transport(self) -> Incoming:
+    """Brings the chunks."""
 
   def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
     """Compiles what transfers need; yields a payload of every kind."""
@@ -115,8 +116,10 @@ class _Job:
   dropped: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
-class Sender:
-  """A `PrefillSide` in this process: a thread that takes prompt after prompt.
+class Sender(Generic[Wire]):
+  """A thread that takes prompt after prompt.
+
+  With a `Transport` it is a `PrefillSide` for an engine in this process.
 
   Args:
     prefill: the programs.
@@ -128,7 +131,7 @@ class Sender:
     self,
     prefill: Prefill,
     wire: WireFormat,
-    connect: Callable[[Cut], Transport],
+    connect: Callable[[Cut], Wire],
   ):
     self._prefill, self._wire = prefill, wire
     self._jobs: dict[int, _Job] = {}
@@ -138,7 +141,7 @@ class Sender:
     self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
     self._records: queue.SimpleQueue[Record] = queue.SimpleQueue()
     self._held_back: Record | None = None  # read, but not yet to be seen
-    self.transport = connect(self.cut)
+    self.transport: Wire = connect(self.cut)
     self._thread = threading.Thread(
       target=self._run, name='lynx-prefill', daemon=True
     )
@@ -218,6 +221,16 @@ class Sender:
       self._held_back = None
       if record.request in self._jobs:
         seen.append(record)
+
+  def next_record(self, timeout_s: float) -> Record | None:
+    """Blocks for the next record; None if the time is over.
+
+    For whoever passes records on: it does not wait until they can be seen.
+    """
+    try:
+      return self._records.get(timeout=timeout_s)
+    except queue.Empty:
+      return None
 
   def cut(self, chunk: Chunk) -> Payload:
     """Returns the payload of a chunk that was offered."""

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lynx_jax import kv_cache
 from lynx_jax.codec import PackedTensor
 from lynx_jax.kv_cache import Cache, Prefix
 from lynx_jax.prefill import Prompt
@@ -88,17 +89,8 @@ def insert(
   The buffers that it changes are donated; the others are passed on.
   """
   prefix, tail = cache.prefix[part.layer_group], cache.tail[part.layer_group]
-  packed = False
-  if part.segment is Segment.PREFIX:
-    packed = isinstance(prefix.k, PackedTensor)
-    buffers, rows = _prefix_arrays(
-      prefix.k, prefix.v, part.plane, wire.codec.group
-    )
-  elif part.segment is Segment.SINKS:
-    buffers, rows = (prefix.sinks_k, prefix.sinks_v), (wire.codec.sinks,) * 2
-  else:
-    buffers, rows = (tail.k, tail.v), (TAIL_BLOCK,) * 2
-  filled = _insert_program(rows, axis=3 if packed else 2)(
+  buffers, rows, axis = _destination(wire, cache, part)
+  filled = _insert_program(rows, axis)(
     buffers,
     payload,
     np.int32(slot),
@@ -115,6 +107,44 @@ def insert(
     _with(cache.prefix, part.layer_group, prefix),
     _with(cache.tail, part.layer_group, tail),
   )
+
+
+def specs(wire: WireFormat, part: Slice, sharding: Any) -> Any:
+  """Returns what the payload of a slice looks like, as `ShapeDtypeStruct`s."""
+  buffers, rows, axis = _destination(wire, _abstract_cache(wire), part)
+
+  def one(buffer, size):
+    if buffer is None:
+      return None
+    unit = list(buffer.shape[2:])  # without layers and slots
+    unit[axis - 2] = size
+    return jax.ShapeDtypeStruct(
+      (len(part.layers), *unit), buffer.dtype, sharding=sharding
+    )
+
+  return tuple(map(one, buffers, rows))
+
+
+@functools.cache
+def _abstract_cache(wire: WireFormat) -> Cache:
+  return jax.eval_shape(
+    functools.partial(kv_cache.empty, wire.model, wire.codec, wire.engine)
+  )
+
+
+def _destination(
+  wire: WireFormat, cache: Cache, part: Slice
+) -> tuple[Any, tuple[int, ...], int]:
+  """Returns the buffers of a slice, the rows of a unit in each, their axis."""
+  prefix, tail = cache.prefix[part.layer_group], cache.tail[part.layer_group]
+  if part.segment is Segment.TAIL:
+    return (tail.k, tail.v), (TAIL_BLOCK,) * 2, 2
+  if part.segment is Segment.SINKS:
+    return (prefix.sinks_k, prefix.sinks_v), (wire.codec.sinks,) * 2, 2
+  buffers, rows = _prefix_arrays(
+    prefix.k, prefix.v, part.plane, wire.codec.group
+  )
+  return buffers, rows, 3 if isinstance(prefix.k, PackedTensor) else 2
 
 
 @functools.cache

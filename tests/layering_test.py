@@ -26,7 +26,7 @@ LAYERS = (
   ('models',),
   ('prefill',),
   ('transport',),
-  ('wire', 'sender'),
+  ('wire', 'sender', 'handshake', 'prefill_server', 'remote_prefill'),
   ('speculative',),
   ('engine',),
 )
@@ -49,6 +49,7 @@ HOST_VALUES = {
   ('models/weights.py', 'shape'): 'of a tensor in a file',
   ('models/weights.py', 'value'): 'a number of a JSON file',
   ('speculative/decode.py', 'end_tokens'): 'of the tokenizer',
+  ('remote_prefill.py', 'entry.prompt'): 'token ids of the caller',
   ('transport/courier.py', 'self._under_way'): 'a list of flights',
   ('wire.py', 'part'): 'a slice of a manifest',
 }

@@ -29,17 +29,19 @@ class Arrival:
   """A chunk that the receiver can use; its arrays are ready.
 
   `sent_s` is when its first bit went on the link, `arrived_s` when its last
-  one could be seen by the receiver.
+  one could be seen by the receiver. A `substituted` one was made up, since the
+  true one never came.
   """
 
   chunk: streams.Chunk
   payload: links.Payload
   sent_s: float
   arrived_s: float
+  substituted: bool = False
 
 
-class Transport(Protocol):
-  """What an engine needs of the wire."""
+class Outgoing(Protocol):
+  """What the prefill side needs of the wire."""
 
   @property
   def latency_s(self) -> float:
@@ -55,17 +57,25 @@ class Transport(Protocol):
   ) -> None:
     """Queues chunks of one request, ready since `ready_s` (None: now)."""
 
+  def cancel(self, request: int) -> None:
+    """Drops the request: nothing of it will arrive any more."""
+
+  def close(self) -> None:
+    """Stops; may be called twice."""
+
+
+class Incoming(Protocol):
+  """What an engine needs of the wire."""
+
   def arrived(self) -> list[Arrival]:
     """Returns, without blocking, what has arrived since the last call."""
 
   def wait(self, timeout_s: float) -> bool:
     """Blocks until `arrived` has something; False if the time is over."""
 
-  def cancel(self, request: int) -> None:
-    """Drops the request: nothing of it will arrive any more."""
 
-  def close(self) -> None:
-    """Stops; may be called twice."""
+class Transport(Outgoing, Incoming, Protocol):
+  """Both halves, for two sides in one process."""
 
 
 class Courier:

@@ -1,0 +1,732 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill side in another process: sessions, recovery, and when to give up.
+
+It knows no slot and no decode. Whatever goes wrong ends within the times of
+`Patience` in a recovery or in a record that names a typed error.
+"""
+
+import collections
+import dataclasses
+import enum
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from lynx_jax import handshake, prefill
+from lynx_jax import wire as wire_lib
+from lynx_jax.config import ConfigError, require
+from lynx_jax.prefill_server import PROBE
+from lynx_jax.programs import fetch
+from lynx_jax.sender import PrefillDone, PrefillFailed, Record
+from lynx_jax.timeline import Phase, Timeline
+from lynx_jax.transport import control, digest, messages, pull
+from lynx_jax.transport.byte_stream import ByteLink
+from lynx_jax.transport.faults import Faults
+from lynx_jax.transport.receiver import CorruptChunk, Pace, Receiver
+from lynx_jax.transport.streams import (
+  Chunk,
+  Slice,
+  TransferError,
+  UnexpectedChunk,
+  WireFormat,
+)
+
+_TICK_S = 0.02  # longest time in which nobody looks after stalls and leases
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 1.0
+_PROBE_S = 5.0  # limit of the pull that tries out a transfer server
+_CLOCK_BEATS = 4  # at the start of a session
+_NOBODY = -(2**31)  # request id of chunks that are fetched to be thrown away
+
+
+class TransferStalled(TransferError):
+  """A part of a request never came."""
+
+
+class PrefillError(TransferError):
+  """The prefill side could not compute a prompt; it names the reason."""
+
+
+class Policy(enum.Enum):
+  """What becomes of a request whose Residual does not come."""
+
+  WAIT = 'wait'  # for ever
+  RECOMPUTE = 'recompute'  # prefill it again, and fetch what is missing
+  FAIL = 'fail'  # end it with TransferStalled
+  ANCHOR_OK = 'anchor_ok'  # go on without; the result is marked unverified
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Patience:
+  """How long to wait for what, and what then.
+
+  Attributes:
+    handshake_s: for the answer to a connection.
+    reconnect_s: for a lost sender to come back; then its requests fail.
+    stall_s: least time without any progress that counts as a stall; it is
+      raised to four times what the outstanding bytes take.
+    retries: tries to mend the same thing before the next stronger means.
+    residual: when nothing else helps and the Anchor is there. A missing Anchor
+      is always recomputed.
+  """
+
+  handshake_s: float = 5.0
+  reconnect_s: float = 10.0
+  stall_s: float = 1.0
+  retries: int = 3
+  residual: Policy = Policy.RECOMPUTE
+
+  def __post_init__(self):
+    for name in ('handshake_s', 'reconnect_s', 'stall_s', 'retries'):
+      value = getattr(self, name)
+      require(value > 0, f'patience {name}={value} must be positive')
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+  """A prompt that was computed elsewhere: token 1 and every slice."""
+
+  token: int
+  slices: tuple[tuple[Slice, wire_lib.Arrays], ...]
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+  """A request that has not been dropped."""
+
+  id: int
+  prompt: np.ndarray
+  deadline_s: float
+  timeline: Timeline
+  chunks: dict[tuple[int, int], Chunk]  # by token chunk and sequence
+  generation: int = 0
+  recomputed: int = 0
+  done: messages.Done | None = None
+  released: bool = False  # the sender need not hold it any more
+  failed: bool = False
+
+
+class RemotePrefill:
+  """A `PrefillSide` over a channel; an engine takes it for a model.
+
+  A thread holds the session: it answers, renews the lease, and mends what
+  breaks. When the sender is lost it connects anew, perhaps to another address,
+  and submits again what has not landed: the same program gives the same bits,
+  so what landed before stays.
+
+  Args:
+    wire: format of the transfers.
+    fingerprint: of the model; see `handshake.fingerprint`.
+    sharding: where payloads shall lie.
+    dial: opens a channel; it looks the address up each time.
+    server: the process's transfer server; None fetches bytes.
+    pace: an emulated link; None is the real one.
+    patience: with faults.
+    window_bytes: most bytes that the sender may publish ahead.
+    faults: what goes wrong on purpose.
+
+  Raises:
+    HandshakeError: the sides do not fit together.
+    PeerLost: the sender cannot be reached, or turns us away.
+  """
+
+  def __init__(
+    self,
+    wire: WireFormat,
+    fingerprint: str,
+    sharding: Any,
+    *,
+    dial: Callable[[], control.Channel],
+    server: Any = None,
+    pace: Pace | None = None,
+    patience: Patience | None = None,
+    window_bytes: int | None = None,
+    faults: Faults | None = None,
+  ):
+    self._wire, self._sharding = wire, sharding
+    self._facts = handshake.facts(wire, fingerprint)
+    self._dial, self._server = dial, server
+    self._patience = patience or Patience()
+    if window_bytes is None:
+      window_bytes = max(4 * 2**20, 16 * wire.engine.chunk_bytes)
+    self._window_bytes, self._faults = window_bytes, faults
+    self._lock = threading.RLock()  # guards everything below
+    self._requests: dict[int, _Request] = {}
+    self._records: collections.deque[Record] = collections.deque()
+    self._next_private = -1  # ids of references; an engine's are not negative
+    self._channel: control.Channel | None = None
+    self._lease_s = math.inf
+    self._offset_s = 0.0  # the sender's clock less ours
+    self._heard_s = self._beaten_s = -math.inf
+    self._epoch = 0
+    # Resets, and lost sessions, since something landed.
+    self._mended = self._fruitless = 0
+    self._damaged: collections.Counter[Any] = collections.Counter()
+    self._broken: Exception | None = None  # what the link has said
+    self._lost: Exception | None = None  # why there is no session
+    self._warm = threading.Event()
+    self._awake = threading.Event()  # something to do for a lost session
+    self._closed = False
+    self._transport = Receiver(
+      self._specs,
+      wire.engine.chunk_bytes,
+      pace=pace,
+      landed=self._on_landed,
+      damaged=self._on_damaged,
+    )
+    try:
+      self._connect()
+    except BaseException:
+      self._transport.close()
+      raise
+    self._thread = threading.Thread(
+      target=self._run, name='lynx-remote-prefill', daemon=True
+    )
+    self._thread.start()
+
+  @property
+  def transport(self) -> Receiver:
+    """Brings the chunks."""
+    return self._transport
+
+  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+    """Lets both sides compile; yields zeros of every kind of payload.
+
+    Raises:
+      TransferError: the sender was lost meanwhile.
+    """
+    self._warm.clear()
+    self._send(messages.WarmUp())
+    for part in self._wire.slice_kinds():
+      arrays = self._zeros(wire_lib.specs(self._wire, part, self._sharding))
+      jax.block_until_ready(digest.digest(arrays))
+      yield part, arrays
+    while not self._warm.wait(_TICK_S):
+      if self._lost is not None:
+        raise control.PeerLost(f'while it warmed up: {self._lost}')
+
+  def compute(self, tokens: np.ndarray, known: Any = None) -> Fetched:
+    """Fetches a whole prompt by a request of its own, at full speed.
+
+    Args:
+      tokens: the prompt.
+      known: is not used: another codec's bits are of no help here.
+
+    Raises:
+      TransferError, ConfigError: what made it fail.
+    """
+    del known
+    with self._lock:
+      request, self._next_private = self._next_private, self._next_private - 1
+    slices: list[tuple[Slice, wire_lib.Arrays]] = []
+    token = None
+    with self._transport.unpaced():
+      self.submit(request, tokens, timeline=Timeline(time.monotonic()))
+      try:
+        chunks = len(self._requests[request].chunks)
+        while token is None or chunks:
+          for record in self.records():
+            if isinstance(record, PrefillFailed):
+              raise record.error
+            token = record.token
+          for arrival in self._transport.arrived():
+            if arrival.substituted:
+              raise TransferStalled('a reference must be whole')
+            slices += zip(arrival.chunk.slices, arrival.payload, strict=True)
+            chunks -= 1
+          self._transport.wait(_TICK_S)
+      finally:
+        self.drop(request)
+    return Fetched(token, tuple(slices))
+
+  def payloads(
+    self, computed: Fetched
+  ) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+    """Yields every slice of what `compute` returned, with its payload."""
+    yield from computed.slices
+
+  def submit(
+    self,
+    request: int,
+    prompt: np.ndarray,
+    *,
+    deadline_s: float = math.inf,
+    timeline: Timeline,
+  ) -> None:
+    """Sends a prompt; its `timeline` gets the events of prefill and split."""
+    chunks = {
+      (c.key.token_chunk, c.key.sequence): c
+      for token_chunk in range(self._wire.token_chunks(len(prompt)))
+      for c in self._wire.manifest(request, len(prompt), token_chunk)
+    }
+    entry = _Request(request, prompt, deadline_s, timeline, chunks)
+    self._transport.expect(
+      request,
+      chunks.values(),
+      arrival_s=timeline.arrival_s,
+      deadline_s=deadline_s,
+    )
+    with self._lock:
+      self._requests[request] = entry
+      self._ask_for(entry)
+    self._awake.set()
+
+  def drop(self, request: int) -> None:
+    """Frees the request's KV, and stops its prefill and its transfer."""
+    with self._lock:
+      entry = self._requests.pop(request, None)
+      if entry is not None:
+        self._release(entry)
+    self._transport.cancel(request)
+
+  def records(self) -> list[Record]:
+    """Returns, without blocking, the control records seen since the last."""
+    seen: list[Record] = []
+    with self._lock:
+      while self._records and self._records[0].seen_s <= time.monotonic():
+        record = self._records.popleft()
+        entry = self._requests.get(record.request)
+        if entry is None:
+          continue
+        seen.append(record)
+        if isinstance(record, PrefillDone):
+          assert entry.done is not None
+          for name, start_s, end_s, token_chunk in entry.done.spans:
+            entry.timeline.add(
+              Phase(name),
+              start_s - self._offset_s,
+              end_s - self._offset_s,
+              token_chunk=token_chunk,
+            )
+    return seen
+
+  def close(self) -> None:
+    """Ends the session; may be called twice."""
+    self._closed = True
+    self._awake.set()
+    self._hang_up()
+    self._thread.join()
+    self._transport.close()
+
+  def _specs(self, chunk: Chunk) -> tuple[Any, ...]:
+    return tuple(
+      wire_lib.specs(self._wire, part, self._sharding) for part in chunk.slices
+    )
+
+  def _zeros(self, specs: Any) -> Any:
+    return jax.tree.map(
+      lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), specs
+    )
+
+  # The session, all in its thread but for the first connection.
+
+  def _run(self) -> None:
+    while not self._closed:
+      try:
+        if self._channel is None:
+          self._connect()
+        while not self._closed:
+          self._listen()
+      except TransferError as error:
+        if not self._closed:
+          self._recover(error)
+      except Exception as error:  # must reach the callers, not end in silence
+        logging.exception('the session failed')
+        self._give_up(TransferError(f'the session failed: {error!r}'))
+
+  def _recover(self, error: TransferError) -> None:
+    """Drops the session, and makes the next one or gives up."""
+    logging.warning('the prefill side is lost: %s', error)
+    self._hang_up()
+    until_s = time.monotonic() + self._patience.reconnect_s
+    backoff_s = _FIRST_BACKOFF_S
+    self._fruitless += 1
+    while not self._closed and self._fruitless <= self._patience.retries:
+      try:
+        self._connect()
+        return
+      except control.HandshakeError as differs:
+        error = differs
+        break
+      except TransferError as lost:
+        error = lost
+      if time.monotonic() + backoff_s > until_s:
+        break
+      time.sleep(backoff_s)
+      backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+    self._give_up(error)
+
+  def _give_up(self, error: TransferError) -> None:
+    """Fails all requests, and waits for another one before trying again."""
+    self._hang_up()
+    self._awake.clear()
+    self._fruitless = 0
+    with self._lock:
+      self._lost = error
+      for entry in [*self._requests.values()]:
+        self._fail(entry, error)
+    while not self._closed and not self._awake.wait(_TICK_S):
+      pass
+
+  def _hang_up(self) -> None:
+    with self._lock:
+      channel, self._channel = self._channel, None
+    if channel is not None:
+      channel.close()
+    self._transport.attach(None)
+
+  def _connect(self) -> None:
+    """Opens a session, and asks again for what has not landed."""
+    channel = self._dial()
+    if self._faults is not None:
+      channel = self._faults.channel(channel)
+    try:
+      channel.send(
+        messages.Hello(
+          version=messages.VERSION,
+          facts=self._facts,
+          choices=handshake.choices(self._wire.engine),
+          window_bytes=self._window_bytes,
+          pulls=self._server is not None,
+        )
+      )
+      answer = channel.receive(self._patience.handshake_s)
+      match answer:
+        case messages.Welcome():
+          pass
+        case messages.Refused(field=field, sender=sender, receiver=receiver):
+          raise control.HandshakeError(field, sender, receiver)
+        case None:
+          raise control.PeerLost(f'no answer in {self._patience.handshake_s} s')
+        case _:
+          raise messages.ProtocolError(f'{type(answer).__name__} is no welcome')
+      link = self._link(channel, answer)
+      if self._faults is not None:
+        link = self._faults.link(link)
+      offset_s, rtt_s = self._compare_clocks(channel)
+    except BaseException:
+      channel.close()
+      raise
+    with self._lock:
+      self._offset_s, self._transport.rtt_s = offset_s, rtt_s
+      self._lease_s = answer.lease_s
+      self._heard_s = self._beaten_s = time.monotonic()
+      self._channel, self._broken, self._lost = channel, None, None
+      self._epoch = self._mended = 0
+      self._transport.attach(link)
+      for entry in self._requests.values():
+        if not entry.failed:
+          entry.generation += 1
+          entry.released = False
+          self._ask_for(entry)
+
+  def _link(
+    self, channel: control.Channel, welcome: messages.Welcome
+  ) -> pull.Link:
+    """Returns the link that works."""
+    if self._server is not None and welcome.address is not None:
+      try:
+        link = pull.PullLink(self._server, welcome.address)
+        self._try_out(link, welcome.probe)
+        return link
+      except Exception as error:  # whatever the runtime says
+        logging.warning(
+          'transfer server %s does not serve (%s); chunks go as bytes',
+          welcome.address,
+          error,
+        )
+      channel.send(messages.Fallback())
+    else:
+      logging.info('chunks go as bytes: a side has no transfer server')
+    return ByteLink(channel, welcome.session)
+
+  def _try_out(self, link: pull.PullLink, probe: int) -> None:
+    """Pulls one small array.
+
+    Raises:
+      TransferError: it does not come in time, or is another one.
+    """
+    specs = (jax.ShapeDtypeStruct(PROBE, np.uint8, sharding=self._sharding),)
+    pulled = link.pull(probe, specs)
+    until_s = time.monotonic() + _PROBE_S
+    while not pulled.ready():
+      if time.monotonic() > until_s:
+        link.close()
+        raise TransferError(f'no answer in {_PROBE_S} s')
+      time.sleep(0.001)
+    (values,) = fetch(pulled.take())
+    if values.tolist() != [*range(PROBE[0])]:
+      raise TransferError(f'it sent {values.tolist()}')
+
+  def _compare_clocks(self, channel: control.Channel) -> tuple[float, float]:
+    """Returns the sender's clock less ours, and the round-trip time.
+
+    Of several beats the fastest is used; the error is at most half of it.
+    """
+    found = []
+    for _ in range(_CLOCK_BEATS):
+      channel.send(messages.Beat(sent_s=time.monotonic()))
+      answer = channel.receive(self._patience.handshake_s)
+      now_s = time.monotonic()
+      if not isinstance(answer, messages.Beat) or answer.sender_s is None:
+        raise control.PeerLost(f'{answer!r} is no answer to a beat')
+      rtt_s = now_s - answer.sent_s
+      found.append((rtt_s, answer.sender_s - (answer.sent_s + now_s) / 2))
+    rtt_s, offset_s = min(found)
+    return offset_s, rtt_s
+
+  def _listen(self) -> None:
+    """Takes in one message, and looks after everything that may be stuck."""
+    channel = self._channel
+    if channel is None:
+      raise control.PeerLost('the session was closed')
+    message = channel.receive(_TICK_S)
+    now_s = time.monotonic()
+    if message is not None:
+      self._heard_s = now_s
+      self._on(message)
+    elif now_s - self._heard_s > self._lease_s:
+      raise control.PeerLost(f'silent for {self._lease_s} s')
+    if now_s - self._beaten_s > self._lease_s / 4:
+      self._beaten_s = now_s
+      channel.send(messages.Beat(sent_s=now_s))
+    self._look_after()
+
+  def _on(self, message: messages.Message) -> None:
+    match message:
+      case messages.Beat():
+        pass
+      case messages.Published():
+        self._on_published(message)
+      case messages.Done():
+        self._on_done(message)
+      case messages.Failed():
+        self._on_failed(message)
+      case messages.WarmUp():
+        self._warm.set()
+      case messages.Draining():
+        logging.info('the prefill server drains')
+      case _:
+        raise messages.ProtocolError(f'{type(message).__name__} makes no sense')
+
+  def _on_published(self, message: messages.Published) -> None:
+    with self._lock:
+      if message.epoch != self._epoch:
+        return  # void: it was published before the last reset
+      entry = self._current(message.request, message.generation)
+      for token_chunk, sequence, uuid, size_bytes, digests in message.chunks:
+        if entry is not None:
+          chunk = entry.chunks.get((token_chunk, sequence))
+        else:
+          chunk = self._unwanted(message.prompt_tokens, token_chunk, sequence)
+        if chunk is None:
+          raise UnexpectedChunk(
+            f'token chunk {token_chunk} has no chunk {sequence}'
+          )
+        self._transport.published(chunk, uuid, size_bytes, digests)
+
+  def _unwanted(
+    self, prompt_tokens: int, token_chunk: int, sequence: int
+  ) -> Chunk | None:
+    """Returns a chunk of a dropped or older try, under nobody's name."""
+    chunks = _manifest(self._wire, prompt_tokens, token_chunk)
+    return chunks[sequence] if 0 <= sequence < len(chunks) else None
+
+  def _on_done(self, message: messages.Done) -> None:
+    with self._lock:
+      entry = self._current(message.request, message.generation)
+      if entry is None:
+        return
+      if entry.done is not None:
+        if entry.done.token != message.token:
+          self._fail(
+            entry,
+            TransferError(
+              f'prefilled again, token 1 is {message.token} and no longer '
+              f'{entry.done.token}'
+            ),
+          )
+        return
+      entry.done = message
+      offset_s = self._offset_s
+      self._records.append(
+        PrefillDone(
+          message.request,
+          message.token,
+          tuple((ready_s - offset_s, n) for ready_s, n in message.critical),
+          message.end_s - offset_s,
+          time.monotonic() + self._transport.latency_s,
+        )
+      )
+    self._transport.poke()
+
+  def _on_failed(self, message: messages.Failed) -> None:
+    with self._lock:
+      entry = self._current(message.request, message.generation)
+      if entry is None or message.kind == 'Draining':
+        return  # what is drained is asked for again in the next session
+      self._fail(entry, _typed(message))
+
+  def _look_after(self) -> None:
+    """Frees what is complete, and mends what is stuck."""
+    with self._lock:
+      entries = [e for e in self._requests.values() if e.done]
+      for entry in entries:
+        if not entry.released and not self._transport.missing(entry.id):
+          self._release(entry)
+    if self._broken is not None:
+      self._mend(self._broken)
+    limit_s = self._stall_s()
+    if self._transport.stalled_s() > limit_s:
+      self._mend(TransferStalled(f'no bytes for {limit_s:.3g} s'))
+    elif self._transport.starved_s() > limit_s:
+      starved = [
+        e for e in entries if not e.failed and self._transport.missing(e.id)
+      ]
+      if starved and self._mended < self._patience.retries:
+        self._mend(TransferStalled(f'nothing published for {limit_s:.3g} s'))
+        return
+      for entry in starved:
+        self._apply_policy(entry, limit_s)
+
+  def _stall_s(self) -> float:
+    """Returns the longest time in which nothing may come."""
+    rate_gbps = self._transport.rate_gbps
+    if rate_gbps is None:
+      return self._patience.stall_s
+    outstanding_s = self._transport.outstanding_bytes * 8e-9 / rate_gbps
+    return max(self._patience.stall_s, 4 * outstanding_s)
+
+  def _mend(self, error: Exception) -> None:
+    """Connects the link anew and has everything published again."""
+    self._mended += 1
+    if self._mended > self._patience.retries:
+      raise control.PeerLost(f'{self._mended - 1} resets did not help: {error}')
+    logging.warning('the link is reset: %s', error)
+    with self._lock:
+      self._broken = None
+      self._epoch += 1
+      self._transport.reset()
+      self._send(messages.Reset(epoch=self._epoch))
+
+  def _apply_policy(self, entry: _Request, waited_s: float) -> None:
+    missing = self._transport.missing(entry.id)
+    if any(chunk.anchor_bytes for chunk in missing):
+      policy = Policy.RECOMPUTE
+    else:
+      policy = self._patience.residual
+    stalled = TransferStalled(
+      f'request {entry.id}: {len(missing)} chunks never came '
+      f'(waited {waited_s:.3g} s, prefilled {entry.recomputed + 1} times)'
+    )
+    if policy is Policy.RECOMPUTE:
+      if entry.recomputed >= self._patience.retries:
+        policy = Policy.FAIL
+      else:
+        logging.warning('%s: it is prefilled again', stalled)
+        with self._lock:
+          entry.recomputed += 1
+          self._release(entry)
+          entry.generation += 1
+          entry.released = False
+          self._ask_for(entry)
+        self._transport.moved()
+    if policy is Policy.FAIL:
+      self._fail(entry, stalled)
+    elif policy is Policy.ANCHOR_OK:
+      logging.error('%s: GOING ON UNVERIFIED, on the Anchor alone', stalled)
+      self._transport.substitute(entry.id, self._zeros)
+
+  def _ask_for(self, entry: _Request) -> None:
+    missing = {chunk.key for chunk in self._transport.missing(entry.id)}
+    deadline_in_s = None
+    if entry.deadline_s < math.inf:
+      deadline_in_s = entry.deadline_s - time.monotonic()
+    self._send(
+      messages.Submit(
+        request=entry.id,
+        generation=entry.generation,
+        prompt=entry.prompt.astype('<i4').tobytes(),
+        manifest=_hash(self._wire, len(entry.prompt)),
+        deadline_in_s=deadline_in_s,
+        landed=tuple(
+          place for place, c in entry.chunks.items() if c.key not in missing
+        ),
+      )
+    )
+
+  def _release(self, entry: _Request) -> None:
+    if not entry.released:
+      entry.released = True
+      self._send(messages.Drop(request=entry.id, generation=entry.generation))
+
+  def _fail(self, entry: _Request, error: Exception) -> None:
+    with self._lock:
+      if not entry.failed:
+        entry.failed = True
+        self._release(entry)
+        self._records.append(PrefillFailed(entry.id, error, time.monotonic()))
+    self._transport.cancel(entry.id)
+    self._transport.poke()
+
+  def _current(self, request: int, generation: int) -> _Request | None:
+    """Returns the request, unless it is another generation's business."""
+    entry = self._requests.get(request)
+    if entry is None or entry.generation != generation or entry.failed:
+      return None
+    return entry
+
+  def _send(self, message: messages.Message) -> None:
+    with self._lock:
+      if self._channel is not None:
+        self._channel.send(message)
+
+  # Called from the receiver's thread.
+
+  def _on_landed(self, uuids: Any) -> None:
+    self._mended = self._fruitless = 0
+    self._send(messages.Landed(uuids=tuple(uuids)))
+
+  def _on_damaged(self, chunk: Chunk, uuid: int, error: Exception) -> None:
+    if not isinstance(error, CorruptChunk):
+      self._broken = error
+      return
+    logging.warning('%s; it is asked for again', error)
+    self._damaged[chunk.key] += 1
+    with self._lock:
+      entry = self._requests.get(chunk.request)
+      if entry is None:
+        return
+      if self._damaged[chunk.key] > self._patience.retries:
+        self._fail(entry, error)
+      else:
+        self._send(messages.Again(uuids=(uuid,)))
+
+
+@functools.lru_cache(maxsize=64)
+def _manifest(
+  wire: WireFormat, prompt_tokens: int, token_chunk: int
+) -> tuple[Chunk, ...]:
+  return wire.manifest(_NOBODY, prompt_tokens, token_chunk)
+
+
+@functools.lru_cache(maxsize=64)
+def _hash(wire: WireFormat, prompt_tokens: int) -> str:
+  return handshake.manifest_hash(wire, prompt_tokens)
+
+
+def _typed(message: messages.Failed) -> Exception:
+  """Returns the exception that the sender has met."""
+  kinds: dict[str, type[Exception]] = {
+    'NonFiniteError': prefill.NonFiniteError,
+    'ConfigError': ConfigError,
+  }
+  if message.kind in kinds:
+    return kinds[message.kind](message.text)
+  return PrefillError(f'{message.kind}: {message.text}')

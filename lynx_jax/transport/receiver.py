@@ -1,0 +1,523 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiving half of a transfer: fetches chunks by rank, and checks them.
+
+It knows no cache and no control channel. All times are `time.monotonic()`.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lynx_jax import config
+from lynx_jax.transport import digest, pull, streams
+from lynx_jax.transport.courier import Arrival
+from lynx_jax.transport.scheduler import Scheduler
+
+_POLL_S = 1e-3  # an array tells nobody that it is ready
+_LONGEST_WAIT_S = 60.0
+_SAMPLES = 16  # landings from which the rate is measured
+
+
+class CorruptChunk(streams.TransferError):
+  """The bytes that came are not those that were sent."""
+
+
+class Pace:
+  """An emulated rate and round-trip time, kept in virtual time.
+
+  A request for a chunk takes RTT / 2 to the sender; chunks leave it one after
+  the other, each bytes / rate long, and are seen RTT / 2 later.
+
+  Args:
+    rate_gbps: 1 is 10**9 bits a second; inf is no limit.
+    rtt_ms: round-trip time.
+  """
+
+  def __init__(self, rate_gbps: float, rtt_ms: float = 0.0):
+    config.require(
+      rate_gbps > 0,
+      f'link rate_gbps={rate_gbps} must be positive, for example 0.1',
+    )
+    config.require(
+      0 <= rtt_ms < math.inf, f'link rtt_ms={rtt_ms} must be 0 or more'
+    )
+    self.rate_gbps, self.rtt_ms = rate_gbps, rtt_ms
+    self._free_s = -math.inf
+
+  @property
+  def latency_s(self) -> float:
+    """One way."""
+    return self.rtt_ms / 2e3
+
+  @property
+  def next_s(self) -> float:
+    """When to ask for the next chunk, so that the link never stands idle."""
+    return self._free_s - self.latency_s
+
+  def send(self, size_bytes: int, asked_s: float) -> tuple[float, float]:
+    """Returns when a chunk's first bit is sent and its last one is seen."""
+    start_s = max(asked_s + self.latency_s, self._free_s)
+    self._free_s = start_s + size_bytes * 8 / (self.rate_gbps * 1e9)
+    return start_s, self._free_s + self.latency_s
+
+
+@dataclasses.dataclass(eq=False)
+class _Flight:
+  """A chunk that was asked for."""
+
+  chunk: streams.Chunk
+  uuid: int
+  digests: bytes
+  pull: pull.Pull
+  asked_s: float
+  start_s: float
+  seen_s: float  # not before this; -inf without an emulated link
+  wanted: bool  # else it is fetched only to free the sender
+  payload: Any = None  # once it was checked
+  ready_s: float = math.inf
+
+
+@dataclasses.dataclass
+class _Request:
+  """What is known of a request's chunks that have not landed."""
+
+  arrival_s: float
+  deadline_s: float
+  missing: dict[streams.ChunkKey, streams.Chunk]
+
+
+class Receiver:
+  """A thread that fetches published chunks; an engine's `Incoming`.
+
+  Order and priority are made here: among what is published, the scheduler
+  picks, Anchors at once, Residuals while their outstanding bytes stay within a
+  window of max(2 chunks, 2 · rate · RTT), of the measured rate.
+
+  A chunk reaches the engine when its bytes are there and their digests are
+  those that the sender announced.
+
+  Args:
+    specs: returns what the payload of a chunk looks like.
+    chunk_bytes: size of a chunk, for the window.
+    pace: an emulated link; None is the real one.
+    landed: is told, from the thread, which uuids the sender can forget.
+    damaged: is told, from the thread, of a chunk that came damaged or not at
+      all, under which uuid, and why.
+  """
+
+  def __init__(
+    self,
+    specs: Callable[[streams.Chunk], Any],
+    chunk_bytes: int,
+    *,
+    pace: Pace | None,
+    landed: Callable[[Sequence[int]], None],
+    damaged: Callable[[streams.Chunk, int, Exception], None],
+  ):
+    self._specs, self._chunk_bytes = specs, chunk_bytes
+    self._pace = pace
+    self._landed, self._damaged = landed, damaged
+    self._changed = threading.Condition()  # guards everything below
+    self._link: pull.Link | None = None
+    self._scheduler = Scheduler(2 * chunk_bytes)
+    self._requests: dict[int, _Request] = {}
+    # uuid and digests of chunks that are published and not asked for.
+    self._published: dict[streams.ChunkKey, tuple[int, bytes]] = {}
+    self._flights: list[_Flight] = []
+    self._freed: list[int] = []  # uuids of which the sender is not told yet
+    self._arrivals: collections.deque[Arrival] = collections.deque()
+    self._recent: collections.deque[tuple[float, int]] = collections.deque(
+      maxlen=_SAMPLES
+    )
+    self._moved_s = time.monotonic()  # when something last came
+    self._asked_s = -math.inf  # virtual time never goes back
+    self._poked = self._closed = False
+    self._error: BaseException | None = None
+    self.rtt_s = 0.0  # measured by whoever owns the control channel
+    self._thread = threading.Thread(
+      target=self._run, name='lynx-receiver', daemon=True
+    )
+    self._thread.start()
+
+  @property
+  def latency_s(self) -> float:
+    """One way, of the emulated link; a real one delays by itself."""
+    return self._pace.latency_s if self._pace else 0.0
+
+  def attach(self, link: pull.Link | None) -> None:
+    """Takes another link; what was published over the last one is void."""
+    with self._changed:
+      if self._link is not None:
+        self._link.close()
+      self._link = link
+      self._void()
+      self._changed.notify_all()
+
+  def reset(self) -> None:
+    """Gives up all flights and connects anew; what was published is void."""
+    with self._changed:
+      if self._link is not None:
+        self._link.reset()
+      self._void()
+
+  def expect(
+    self,
+    request: int,
+    chunks: Iterable[streams.Chunk],
+    *,
+    arrival_s: float,
+    deadline_s: float,
+  ) -> None:
+    """Declares all chunks of a request; no others are delivered."""
+    with self._changed:
+      self._requests[request] = _Request(
+        arrival_s, deadline_s, {chunk.key: chunk for chunk in chunks}
+      )
+      self._moved_s = time.monotonic()
+
+  @contextlib.contextmanager
+  def unpaced(self):
+    """Leaves the emulated link out inside the block; nothing is under way."""
+    pace, self._pace = self._pace, None
+    try:
+      yield
+    finally:
+      self._pace = pace
+
+  def missing(self, request: int) -> list[streams.Chunk]:
+    """Returns the chunks that have not landed."""
+    with self._changed:
+      found = self._requests.get(request)
+      return [*found.missing.values()] if found is not None else []
+
+  def published(
+    self, chunk: streams.Chunk, uuid: int, size_bytes: int, digests: bytes
+  ) -> None:
+    """Takes in that a chunk can be fetched.
+
+    One that nobody misses, since its request was cancelled or it has landed or
+    was published before, is not delivered; the sender is made to free it.
+
+    Raises:
+      UnexpectedChunk: it has not the size that the manifest gives it.
+    """
+    if chunk.bytes != size_bytes:
+      raise streams.UnexpectedChunk(
+        f'{chunk.key} of {size_bytes} bytes; the manifest has {chunk.bytes}'
+      )
+    with self._changed:
+      self._moved_s = now_s = time.monotonic()
+      request = self._requests.get(chunk.request)
+      under_way = chunk.key in self._published or any(
+        f.wanted and f.chunk.key == chunk.key for f in self._flights
+      )
+      if request is None or chunk.key not in request.missing or under_way:
+        self._discard(chunk, uuid)
+      else:
+        self._published[chunk.key] = uuid, digests
+        self._scheduler.offer(
+          [chunk],
+          arrival_s=request.arrival_s,
+          ready_s=now_s + self.latency_s,
+          deadline_s=request.deadline_s,
+        )
+      self._changed.notify_all()
+
+  def cancel(self, request: int) -> None:
+    """Drops the request: nothing of it will arrive any more."""
+    with self._changed:
+      dropped = self._requests.pop(request, None)
+      self._scheduler.cancel(request)
+      for flight in self._flights:
+        if flight.chunk.request == request:
+          flight.wanted = False
+      for key in [k for k in self._published if k.request == request]:
+        uuid, _ = self._published.pop(key)
+        assert dropped is not None
+        self._discard(dropped.missing[key], uuid)
+      self._arrivals = collections.deque(
+        a for a in self._arrivals if a.chunk.request != request
+      )
+      self._changed.notify_all()
+
+  def substitute(self, request: int, make: Callable[[Any], Any]) -> None:
+    """Delivers made-up payloads for all chunks that are missing.
+
+    Args:
+      request: whose.
+      make: returns a payload for its specs.
+    """
+    now_s = time.monotonic()
+    with self._changed:
+      found = self._requests[request]
+      chunks = [*found.missing.values()]
+      self._scheduler.cancel(request)
+      for chunk in chunks:
+        if chunk.key in self._published:
+          self._discard(chunk, self._published.pop(chunk.key)[0])
+      for flight in self._flights:
+        if flight.chunk.request == request:
+          flight.wanted = False
+      found.missing.clear()
+      self._arrivals += [
+        Arrival(chunk, make(self._specs(chunk)), now_s, now_s, substituted=True)
+        for chunk in chunks
+      ]
+      self._changed.notify_all()
+
+  def stalled_s(self) -> float:
+    """Returns for how long nothing has come of what was asked for."""
+    with self._changed:
+      asked = [f.asked_s for f in self._flights if f.payload is None]
+      if not asked:
+        return 0.0
+      return time.monotonic() - max(self._moved_s, min(asked))
+
+  def moved(self) -> None:
+    """Counts as progress: what is missing was asked for in another way."""
+    with self._changed:
+      self._moved_s = time.monotonic()
+
+  def starved_s(self) -> float:
+    """Returns for how long there has been nothing to ask for."""
+    with self._changed:
+      if self._flights or self._published:
+        return 0.0
+      return time.monotonic() - self._moved_s
+
+  @property
+  def outstanding_bytes(self) -> int:
+    """Bytes asked for that have not landed."""
+    with self._changed:
+      return self._scheduler.outstanding_bytes()
+
+  @property
+  def rate_gbps(self) -> float | None:
+    """The rate measured over the last chunks; None if not known yet."""
+    with self._changed:
+      return self._rate_gbps()
+
+  def arrived(self) -> list[Arrival]:
+    """Returns, without blocking, what has arrived since the last call."""
+    with self._changed:
+      self._raise_error()
+      arrivals, self._arrivals = [*self._arrivals], collections.deque()
+      return arrivals
+
+  def wait(self, timeout_s: float) -> bool:
+    """Blocks until `arrived` has something, or somebody pokes.
+
+    Returns:
+      False if the time is over.
+    """
+    with self._changed:
+      self._changed.wait_for(
+        lambda: self._arrivals or self._poked or self._closed or self._error,
+        timeout_s,
+      )
+      self._raise_error()
+      woken = self._poked or bool(self._arrivals)
+      self._poked = False
+      return woken
+
+  def poke(self) -> None:
+    """Ends the `wait` that runs now, or the next one."""
+    with self._changed:
+      self._poked = True
+      self._changed.notify_all()
+
+  def close(self) -> None:
+    """Stops; may be called twice."""
+    self.attach(None)
+    with self._changed:
+      self._closed = True
+      self._changed.notify_all()
+    self._thread.join()
+
+  def _raise_error(self) -> None:
+    if self._error is not None:
+      raise streams.TransferError(
+        f'the transfer failed: {self._error}'
+      ) from self._error
+
+  def _void(self) -> None:
+    now_s = time.monotonic()
+    for request in self._requests:
+      self._scheduler.cancel(request)
+    for flight in self._flights:
+      self._leave(flight, now_s)
+    self._flights.clear()
+    self._published.clear()
+    self._freed.clear()
+    self._recent.clear()
+    self._moved_s = now_s
+
+  def _discard(self, chunk: streams.Chunk, uuid: int) -> None:
+    """Frees what the sender has published and nobody wants."""
+    if self._link is None:
+      return
+    fetched = self._link.discard(uuid, self._specs(chunk))
+    if fetched is None:
+      self._freed.append(uuid)
+    else:
+      now_s = time.monotonic()
+      self._flights.append(
+        _Flight(chunk, uuid, b'', fetched, now_s, now_s, -math.inf, False)
+      )
+
+  def _leave(self, flight: _Flight, now_s: float) -> None:
+    if flight.digests:  # others did not come out of the scheduler
+      self._scheduler.landed(flight.chunk, now_s)
+
+  def _run(self) -> None:
+    try:
+      while not self._closed:
+        with self._changed:
+          self._ask(time.monotonic())
+          came = [
+            f for f in self._flights if f.payload is None and f.pull.ready()
+          ]
+        broken = self._check(came)
+        with self._changed:
+          now_s = time.monotonic()
+          self._deliver(now_s)
+          freed, self._freed = self._freed, []
+          pause_s = 0.0 if freed or broken else self._pause_s(now_s)
+          if pause_s > 0 and not self._closed:
+            self._changed.wait(pause_s)
+        if freed:
+          self._landed(freed)
+        for flight, error in broken:
+          self._damaged(flight.chunk, flight.uuid, error)
+    except BaseException as error:
+      with self._changed:
+        self._error = error
+        self._changed.notify_all()
+
+  def _ask(self, now_s: float) -> None:
+    """Asks for whatever may go now."""
+    while self._link is not None:
+      start_s = now_s
+      if self._pace is not None:
+        start_s = self._ask_s()
+        if start_s > now_s:
+          return
+      chunk = self._scheduler.next(start_s)
+      if chunk is None:
+        return
+      self._asked_s = start_s
+      uuid, digests = self._published.pop(chunk.key)
+      fetched = self._link.pull(uuid, self._specs(chunk))
+      first_s, seen_s = start_s, -math.inf
+      if self._pace is not None:
+        first_s, seen_s = self._pace.send(chunk.bytes, start_s)
+      self._flights.append(
+        _Flight(chunk, uuid, digests, fetched, now_s, first_s, seen_s, True)
+      )
+
+  def _ask_s(self) -> float:
+    """Returns when the next chunk is due, in virtual time."""
+    earliest_s = max(self._asked_s, self._scheduler.ready_s())
+    if self._pace is not None:
+      earliest_s = max(earliest_s, self._pace.next_s)
+    return earliest_s
+
+  def _check(
+    self, came: list[_Flight]
+  ) -> list[tuple[_Flight, streams.TransferError]]:
+    """Keeps good payloads; returns the flights that brought none, and why."""
+    payloads: dict[_Flight, Any] = {}
+    broken: list[tuple[_Flight, streams.TransferError]] = []
+    for flight in came:
+      try:
+        payloads[flight] = flight.pull.take()
+      except streams.TransferError as error:
+        broken.append((flight, error))
+    sums = digest.texts(
+      [[digest.digest(part) for part in p] for p in payloads.values()]
+    )
+    now_s = time.monotonic()
+    good = []
+    for (flight, payload), found in zip(payloads.items(), sums, strict=True):
+      if flight.wanted and found != flight.digests:
+        corrupt = CorruptChunk(f'{flight.chunk.key} has another digest')
+        broken.append((flight, corrupt))
+      else:
+        good.append((flight, payload))
+    with self._changed:
+      for flight, payload in good:
+        flight.payload, flight.ready_s = payload, now_s
+      for flight, _ in broken:
+        if flight in self._flights:
+          self._flights.remove(flight)
+          self._leave(flight, now_s)
+      if good:
+        self._moved_s = now_s
+    # Those of a link that was given up meanwhile are no news.
+    return [b for b in broken if b[0].wanted and self._link is not None]
+
+  def _deliver(self, now_s: float) -> None:
+    for flight in [*self._flights]:
+      if flight.payload is None or flight.seen_s > now_s:
+        continue
+      self._flights.remove(flight)
+      self._leave(flight, now_s)
+      self._freed.append(flight.uuid)
+      self._measure(flight.chunk.bytes, now_s)
+      request = self._requests.get(flight.chunk.request)
+      if not flight.wanted or request is None:
+        continue
+      del request.missing[flight.chunk.key]
+      self._arrivals.append(
+        Arrival(
+          flight.chunk,
+          flight.payload,
+          flight.start_s,
+          max(flight.seen_s, flight.ready_s),
+        )
+      )
+      self._changed.notify_all()
+
+  def _pause_s(self, now_s: float) -> float:
+    """Returns for how long there is nothing to do, if nobody notifies."""
+    if any(f.payload is None for f in self._flights):
+      return _POLL_S
+    due_s = [f.seen_s for f in self._flights]
+    chunk = self._scheduler.peek(now_s)
+    if self._link is not None and (chunk is None or self._fits(chunk)):
+      due_s.append(self._ask_s())
+    return min(min(due_s, default=math.inf) - now_s, _LONGEST_WAIT_S)
+
+  def _fits(self, chunk: streams.Chunk) -> bool:
+    outstanding = self._scheduler.outstanding_bytes(streams.Stream.RESIDUAL)
+    window = self._scheduler.residual_window_bytes
+    return (
+      chunk.stream is streams.Stream.ANCHOR
+      or not outstanding
+      or outstanding + chunk.bytes <= window
+    )
+
+  def _measure(self, size_bytes: int, now_s: float) -> None:
+    """Adapts the window to the rate at which chunks have come lately."""
+    self._recent.append((now_s, size_bytes))
+    rate_gbps = self._rate_gbps()
+    if not self._flights:
+      self._recent.clear()  # what comes next has waited for something else
+    if rate_gbps is not None:
+      rtt_s = self.rtt_s + 2 * self.latency_s
+      window = 2 * rate_gbps * 1e9 / 8 * rtt_s
+      self._scheduler.residual_window_bytes = max(
+        2 * self._chunk_bytes, round(window)
+      )
+
+  def _rate_gbps(self) -> float | None:
+    if len(self._recent) < 3:
+      return None
+    seconds = self._recent[-1][0] - self._recent[0][0]
+    size_bytes = sum(size for _, size in self._recent) - self._recent[0][1]
+    return size_bytes * 8e-9 / seconds if seconds > 0 else None

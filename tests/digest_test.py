@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The digest of payloads: what it must see, and where it must be the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lynx_jax.transport import digest
+
+WORDS = 1 << 18  # far enough apart for swaps that cancel in the linear sum
+
+
+def _sums(*arrays) -> bytes:
+  (found,) = digest.texts([[digest.digest(arrays)]])
+  return found
+
+
+def _bfloat16(words: np.ndarray) -> jax.Array:
+  return jax.lax.bitcast_convert_type(jnp.asarray(words), jnp.bfloat16)
+
+
+BASE = np.random.default_rng(0).integers(0, 1 << 16, WORDS).astype(np.uint16)
+PLACES = st.integers(0, WORDS - 1)
+
+
+@given(place=PLACES, bit=st.integers(0, 15))
+@settings(max_examples=30, deadline=None)
+def test_a_flipped_bit_is_seen(place, bit):
+  words = BASE.copy()
+  words[place] ^= 1 << bit
+  assert _sums(_bfloat16(words)) != _sums(_bfloat16(BASE))
+
+
+@given(one=PLACES, other=PLACES)
+@settings(max_examples=30, deadline=None)
+def test_a_swap_of_two_words_is_seen(one, other):
+  words = BASE.copy()
+  words[[one, other]] = words[[other, one]]
+  same = _sums(_bfloat16(words)) == _sums(_bfloat16(BASE))
+  assert same == (BASE[one] == BASE[other])
+
+
+def test_a_swap_that_the_linear_sum_misses_is_seen():
+  words = np.zeros(WORDS, np.uint16)
+  words[0] = 1 << 15
+  swapped = np.roll(words, 1 << 17)
+  one, other = (
+    np.frombuffer(_sums(_bfloat16(w)), '<u4') for w in (words, swapped)
+  )
+  assert one[0] == other[0]  # 2 · 2^17 · 2^15 = 2^33
+  assert one[1] != other[1]
+
+
+def test_arrays_that_change_places_are_seen():
+  one, other = jnp.arange(8, dtype=jnp.uint8), jnp.ones(8, jnp.uint8)
+  assert _sums(one, None, other) != _sums(other, None, one)
+
+
+def test_it_is_the_same_on_every_device_and_for_every_shape():
+  words = BASE[:4096]
+  found = {
+    _sums(jax.device_put(_bfloat16(words.reshape(shape)), device))
+    for shape in ((4096,), (4, 1024), (16, 16, 16))
+    for device in jax.devices()[:2]
+  }
+  assert len(found) == 1
+
+
+def test_it_is_what_the_docstring_says():
+  words = BASE[:100].astype(np.uint64)
+  place = np.arange(100, dtype=np.uint64)
+  linear = int(((2 * place + 1) * words).sum()) % 2**32
+  assert np.frombuffer(_sums(_bfloat16(BASE[:100])), '<u4')[0] == linear
