@@ -15,7 +15,6 @@ import jax
 from lynx_jax.config import (
   ConfigError,
   EngineConfig,
-  Mode,
   Order,
   check_together,
 )
@@ -27,7 +26,7 @@ from lynx_jax.transport.streams import WireFormat
 
 # Of EngineConfig: what decides which bits are made, and what decode decides.
 _FIXED = ('token_chunk', 'layer_groups')
-_CHOSEN = ('prompt_tokens', 'chunk_bytes', 'mode', 'order')
+_CHOSEN = ('prompt_tokens', 'chunk_bytes', 'order')
 
 
 def fingerprint(model: Transformer) -> str:
@@ -71,7 +70,6 @@ def choose(wire: WireFormat, chosen: Mapping[str, Scalar]) -> WireFormat:
   if values.keys() != set(_CHOSEN):
     raise ConfigError(f'{sorted(values)} must be {sorted(_CHOSEN)}')
   try:
-    values['mode'] = Mode(values['mode'])
     values['order'] = Order(values['order'])
     engine = dataclasses.replace(wire.engine, **values)
     check_together(wire.model, wire.codec, engine)

@@ -21,6 +21,7 @@ from lynx_jax import handshake
 from lynx_jax.config import ConfigError
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill
+from lynx_jax.requests import Mode
 from lynx_jax.sender import PrefillDone, PrefillFailed, Record, Sender
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport import control, digest, messages, pull
@@ -341,6 +342,7 @@ class _Session:
     sender.submit(
       name,
       prompt,
+      mode=Mode(submitted.mode),
       deadline_s=math.inf if deadline_in_s is None else now_s + deadline_in_s,
       timeline=self._timelines[name],
     )
@@ -357,6 +359,9 @@ class _Session:
     vocab = self._wire.model.vocab
     if prompt.min() < 0 or prompt.max() >= vocab:
       return 'ConfigError', f'prompt token ids must be in 0..{vocab - 1}'
+    modes = [mode.value for mode in Mode]
+    if submitted.mode not in modes:
+      return 'ConfigError', f'mode={submitted.mode!r} must be one of {modes}'
     own = handshake.manifest_hash(self._wire, tokens)
     if own != submitted.manifest:
       return (

@@ -24,6 +24,7 @@ from lynx_jax import wire as wire_lib
 from lynx_jax.config import ConfigError, require
 from lynx_jax.prefill_server import PROBE
 from lynx_jax.programs import fetch
+from lynx_jax.requests import Mode
 from lynx_jax.sender import PrefillDone, PrefillFailed, Record
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport import control, digest, messages, pull
@@ -102,6 +103,7 @@ class _Request:
 
   id: int
   prompt: np.ndarray
+  mode: Mode
   deadline_s: float
   timeline: Timeline
   chunks: dict[tuple[int, int], Chunk]  # by token chunk and sequence
@@ -227,7 +229,8 @@ class RemotePrefill:
     slices: list[tuple[Slice, wire_lib.Arrays]] = []
     token = None
     with self._transport.unpaced():
-      self.submit(request, tokens, timeline=Timeline(time.monotonic()))
+      timeline = Timeline(time.monotonic())
+      self.submit(request, tokens, mode=Mode.OVERLAPPED, timeline=timeline)
       try:
         chunks = len(self._requests[request].chunks)
         while token is None or chunks:
@@ -256,6 +259,7 @@ class RemotePrefill:
     request: int,
     prompt: np.ndarray,
     *,
+    mode: Mode,
     deadline_s: float = math.inf,
     timeline: Timeline,
   ) -> None:
@@ -265,7 +269,7 @@ class RemotePrefill:
       for token_chunk in range(self._wire.token_chunks(len(prompt)))
       for c in self._wire.manifest(request, len(prompt), token_chunk)
     }
-    entry = _Request(request, prompt, deadline_s, timeline, chunks)
+    entry = _Request(request, prompt, mode, deadline_s, timeline, chunks)
     self._transport.expect(
       request,
       chunks.values(),
@@ -654,6 +658,7 @@ class RemotePrefill:
         generation=entry.generation,
         prompt=entry.prompt.astype('<i4').tobytes(),
         manifest=_hash(self._wire, len(entry.prompt)),
+        mode=entry.mode.value,
         deadline_in_s=deadline_in_s,
         landed=tuple(
           place for place, c in entry.chunks.items() if c.key not in missing

@@ -91,6 +91,7 @@ def submitted(wire: WireFormat, prompt: np.ndarray) -> messages.Submit:
     generation=0,
     prompt=prompt.astype('<i4').tobytes(),
     manifest=handshake.manifest_hash(wire, len(prompt)),
+    mode='serial',
     deadline_in_s=None,
     landed=(),
   )

@@ -88,6 +88,7 @@ class Submit:
     generation: raised with every new try of the request.
     prompt: token ids, i32 little-endian.
     manifest: hash of the manifest that the receiver expects.
+    mode: when the transfer may start, a value of `requests.Mode`.
     deadline_in_s: orders requests; None is never.
     landed: (token chunk, sequence) of what an earlier generation brought.
   """
@@ -96,6 +97,7 @@ class Submit:
   generation: int
   prompt: bytes
   manifest: str
+  mode: str
   deadline_in_s: float | None
   landed: tuple[tuple[int, int], ...]
 
