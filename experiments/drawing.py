@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from experiments import selection
 
 WIDTH_IN = 7.2  # two columns of a paper
+INTERVAL_FROM = 3  # fewer measurements are shown as points alone
 INK, QUIET, FAINT = '#1a1a1a', '#5a5a5a', '#c8c8c8'
 _RC: dict[Any, Any] = {
   'font.family': 'DejaVu Sans',  # comes with matplotlib: the same everywhere

@@ -34,7 +34,7 @@ _SHADES = {
 }
 
 
-def timelines(traces: Sequence[selection.Trace]) -> list[drawing.Drawing]:
+def draw(traces: Sequence[selection.Trace]) -> list[drawing.Drawing]:
   """Draws one request of every scheme, a figure a mode, on one time axis.
 
   The axis starts at T_p, where prefill ends: how long prefill took varies from

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the figures of a study: pure functions from requests to drawings.
+
+They read and write no file. A figure names the device and how its numbers came
+to be; its table and its words hold the same numbers.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments import drawing, selection
+from experiments.drawing import Drawing
+from experiments.figures import acceptance, rate, timeline, tokens, ttft
+from experiments.selection import Trace
+
+Record = Mapping[str, Any]
+
+
+def draw(traces: Sequence[Trace], runs: Sequence[Record] = ()) -> list[Drawing]:
+  """Draws every figure for which there are data.
+
+  Args:
+    traces: of one study on one model. In a sweep over rates or round trips,
+      all figures but the one over the rate take one setting;
+      see `selection.setting`.
+    runs: details of `acceptance` events.
+  """
+  styles = drawing.styles_of(traces)
+  alike = selection.setting(traces)
+  found: list[Drawing | None] = []
+  with drawing.look():
+    found += timeline.draw(alike)
+    found.append(ttft.draw(alike, styles))
+    found.append(tokens.draw(alike, styles))
+    found.append(acceptance.draw(traces, runs, styles))
+    found.append(rate.draw(traces, styles))
+  return [one for one in found if one is not None]

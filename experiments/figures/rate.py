@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the time to the first token over the rate of the link."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib import ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments import drawing, selection, summaries
+from experiments.drawing import Drawing, Style, Table
+from experiments.selection import Trace
+
+Record = Mapping[str, Any]
+
+
+def draw(
+  traces: Sequence[Trace], styles: Mapping[str, Style]
+) -> Drawing | None:
+  """Draws TTFT over the link's rate, bounds as lines; None without a sweep."""
+  trips = [t['rtt_ms'] for t in traces]
+  trip = max(dict.fromkeys(trips), key=trips.count) if trips else None
+  traces = [t for t in traces if t['rtt_ms'] == trip and t['link_gbps']]
+  if not selection.is_sweep(traces):
+    return None
+  panels = {}
+  for mode in selection.modes(traces):
+    chosen = [t for t in traces if t['mode'] == mode]
+    prefill_s = selection.median_prefill_s(chosen)
+    points = _rate_points(chosen, prefill_s)
+    if points and prefill_s is not None:
+      panels[mode] = prefill_s, points
+  if not panels:
+    return None
+  everything = [point for _, points in panels.values() for point in points]
+  figure = Figure((drawing.WIDTH_IN, 2.9), layout='constrained')
+  grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+  for axes, (mode, (prefill_s, points)) in zip(
+    grid, panels.items(), strict=True
+  ):
+    _draw_points(axes, points, prefill_s, styles)
+    axes.set_title(mode, loc='left', weight='bold')
+  values = [point.median for point in everything]
+  grid[0].set_ylabel('time to first token, s')
+  if max(values) > 5 * min(values):
+    grid[0].set_yscale('log')
+    _plain_ticks(grid[0].yaxis)
+  else:
+    grid[0].set_ylim(0, None)
+  counts = sorted({len(point.values) for point in everything})
+  drawing.foot(
+    figure, traces, f'n = {drawing.span(counts)} requests a mark', rates=False
+  )
+  table = tuple(
+    (
+      mode,
+      point.scheme,
+      drawing.rate(point.gbps),
+      drawing.number(point.median),
+      drawing.between(*summaries.interval(point.values)),
+      drawing.number(point.bound),
+      str(len(point.values)),
+    )
+    for mode, (_, points) in panels.items()
+    for point in points
+  )
+  return Drawing(
+    'ttft_over_rate',
+    'Time to first token over the rate of the link',
+    figure,
+    'Marks are medians of the first provisional token, lines are bounds; marks '
+    'of schemes that are alike lie in each other. Prefill is levelled as in '
+    'the bars. Whiskers are 90 % bootstrap intervals from n = '
+    f'{drawing.INTERVAL_FROM} on.',
+    'Time to first token over rate. '
+    + '; '.join(f'{row[0]} {row[1]} at {row[2]}: {row[3]} s' for row in table)
+    + '.',
+    Table(
+      (
+        'mode',
+        'scheme',
+        'rate',
+        'median TTFT, s',
+        '90 % interval, s',
+        'median bound, s',
+        'n',
+      ),
+      table,
+    ),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Point:
+  """TTFT of a scheme at a rate, T_p levelled, with the median bound."""
+
+  scheme: str
+  gbps: float
+  values: list[float]
+  bound: float | None
+
+  @property
+  def median(self) -> float:
+    return statistics.median(self.values)
+
+
+def _rate_points(
+  traces: Sequence[Trace], prefill_s: float | None
+) -> list[_Point]:
+  points = []
+  for name in selection.ordered(
+    {t['scheme'] for t in traces}, selection.SCHEMES
+  ):
+    mine = [t for t in traces if t['scheme'] == name]
+    for gbps in sorted({t['link_gbps'] for t in mine}):
+      at = selection.fastest([t for t in mine if t['link_gbps'] == gbps], name)
+      values = selection.levelled(at, 'ttft_provisional_s', prefill_s)
+      bounds = selection.levelled(at, 'bound_ttft_s', prefill_s)
+      bound = statistics.median(bounds) if bounds else None
+      if values:
+        points.append(_Point(name, gbps, values, bound))
+  return points
+
+
+def _draw_points(
+  axes: Axes,
+  points: Sequence[_Point],
+  prefill_s: float,
+  styles: Mapping[str, Style],
+) -> None:
+  fastest = max(point.gbps for point in points)
+  unit, factor = next(
+    (unit, factor)
+    for unit, factor in (('Gbit/s', 1), ('Mbit/s', 1e3), ('kbit/s', 1e6))
+    if fastest * factor >= 1 or unit == 'kbit/s'
+  )
+  names = list(dict.fromkeys(point.scheme for point in points))
+  starts: list[tuple[float, float, str]] = []
+  for i, name in enumerate(names):
+    style = styles[name]
+    mine = [point for point in points if point.scheme == name]
+    line = [(p.gbps * factor, p.bound) for p in mine if p.bound is not None]
+    if line:
+      axes.plot(
+        *zip(*line, strict=True),
+        color=style.color,
+        ls=style.line,
+        lw=style.width * 0.8,
+      )
+    size = max(3.2, 7.4 - 0.9 * i)  # marks at one place lie in each other
+    for point in mine:
+      low, high = summaries.interval(point.values)
+      x = point.gbps * factor
+      if low is not None and high is not None:
+        axes.plot([x, x], [low, high], color=style.color, lw=0.9)
+      axes.plot(
+        x,
+        point.median,
+        style.marker,
+        ms=size,
+        mfc=style.color if i == len(names) - 1 else 'white',
+        mec=drawing.shade(style.color),
+        mew=0.9,
+        zorder=4 + i,
+        clip_on=False,
+      )
+    starts.append((mine[0].gbps * factor, mine[0].median, name))
+  axes.set_xscale('log')
+  rates = sorted({point.gbps * factor for point in points})
+  if len(rates) <= 6:
+    axes.set_xticks(rates, [f'{rate:.3g}' for rate in rates])
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+  else:
+    _plain_ticks(axes.xaxis)
+  spread = rates[-1] / rates[0]
+  axes.set_xlim(rates[0] / spread**0.48, rates[-1] * spread**0.05)
+  axes.set_xlabel(f'rate of the link, {unit}')
+  axes.axhline(prefill_s, color=drawing.QUIET, lw=0.6, ls=(0, (2, 2)), zorder=0)
+  axes.annotate(
+    'prefill and split',
+    (0.0, prefill_s),
+    (2, 2),
+    xycoords=('axes fraction', 'data'),
+    textcoords='offset points',
+    va='bottom',
+    fontsize=6,
+    color=drawing.QUIET,
+  )
+  _label_starts(axes, starts, styles)
+
+
+def _plain_ticks(axis: Any) -> None:
+  """Labels a log axis at 1, 2 and 5, without powers."""
+  axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+  axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f'{value:g}'))
+  axis.set_minor_locator(ticker.NullLocator())
+
+
+def _label_starts(
+  axes: Axes,
+  starts: Sequence[tuple[float, float, str]],
+  styles: Mapping[str, Style],
+) -> None:
+  """Names schemes at their lowest rate, those that are alike together."""
+  groups: list[list[tuple[float, float, str]]] = []
+  for start in sorted(starts, key=lambda s: s[1]):
+    if groups and start[1] < 1.06 * groups[-1][0][1]:
+      groups[-1].append(start)
+    else:
+      groups.append([start])
+  for group in groups:
+    x, value, name = group[-1]
+    only = len(group) == 1
+    axes.annotate(
+      ', '.join(name for _, _, name in group),
+      (x, value),
+      (-7, 0),
+      textcoords='offset points',
+      ha='right',
+      va='center',
+      fontsize=6.5,
+      color=drawing.shade(styles[name].color) if only else drawing.INK,
+    )
