@@ -12,8 +12,9 @@ A request goes through these states:
            Anchor       Residual   complete
 
 DRAFTING is skipped where there is no Residual. Until the Residual is there, a
-slot drafts in short rounds with a look at arrivals in between; then it repeats
-draft → verify → commit on the device.
+slot drafts in short rounds with a look at arrivals in between. Its first
+verification starts before the end: it goes through the layer groups as they
+land. Then the slot repeats draft → verify → commit on the device.
 """
 
 import dataclasses
@@ -91,6 +92,9 @@ class _Entry:
   progress: Progress
   slot: int | None = None
   token: int | None = None  # token 1, once its record has come
+  rate: float = 0.0  # bytes a second of the Residual chunk that came last
+  verifying: decode.Pass | None = None  # the first verification, if it is open
+  verifying_s: float = 0.0  # since when
 
 
 class Step(enum.Enum):
@@ -336,8 +340,9 @@ class Engine:
   def step(self) -> list[Event]:
     """Does the next piece of work, and returns what came out of it.
 
-    Takes in what has arrived, then runs one short round of drafts, one call of
-    decode rounds, or waits up to 20 ms for arrivals.
+    Takes in what has arrived, then runs one short round of drafts, layer groups
+    of a first verification, one call of decode rounds, or waits up to 20 ms for
+    arrivals.
 
     Raises:
       TransferError: the transport failed; close the engine.
@@ -351,7 +356,14 @@ class Engine:
       if ready := self._having(State.DECODING, form):
         self._decode(ready, form)
         worked = True
-    if drafting := [e for e in self._having(State.DRAFTING) if self._room(e)]:
+    for entry in self._having(State.DRAFTING):
+      worked |= self._verify_landed(entry)
+    drafting = [
+      entry
+      for entry in self._having(State.DRAFTING)
+      if entry.verifying is None and self._room(entry)
+    ]
+    if drafting:
       self._draft(drafting)
       worked = True
     if not worked and self.busy:
@@ -490,6 +502,7 @@ class Engine:
       result.anchor_s = at_s
     if chunk.residual_bytes:
       result.residual_s = at_s
+      entry.rate = chunk.bytes / max(arrival.arrived_s - arrival.sent_s, 1e-9)
     result.timeline.add(
       Phase.ANCHOR if anchor else Phase.RESIDUAL,
       arrival.sent_s,
@@ -514,7 +527,8 @@ class Engine:
       entry.result.state = State.DRAFTING
       if self._has_residual:
         self._draft([entry])
-    if entry.progress.complete and entry.result.state is State.DRAFTING:
+    drafting = entry.result.state is State.DRAFTING and entry.verifying is None
+    if drafting and entry.progress.complete:
       entry.result.state = State.DECODING
 
   def _start(
@@ -548,6 +562,52 @@ class Engine:
       self.config.backlog_tokens,
     )
     self._read(entries, Phase.DRAFT, start_s)
+
+  def _verify_landed(self, entry: _Entry) -> bool:
+    """Runs the first verification as far as its layer groups have landed.
+
+    Returns:
+      Whether there was anything to run.
+    """
+    landed = entry.progress.layer_groups
+    if entry.verifying is None:
+      if not landed or not self._verifies_now(entry, landed):
+        return False
+      entry.verifying_s = time.monotonic()
+      entry.verifying = self._decoder.open_verify(
+        self._params, self._slots, self._mask([entry])
+      )
+    if landed == entry.verifying.groups:
+      return False
+    self._cache, entry.verifying = self._decoder.resume(
+      self._params, self._cache, entry.verifying, landed
+    )
+    if landed == len(self.wire.layer_counts):
+      self._slots = self._decoder.close_verify(
+        self._params, self._slots, entry.verifying
+      )
+      entry.verifying = None
+      entry.result.state = State.DECODING
+      self._read([entry], Phase.VERIFY, entry.verifying_s, draft_tokens=0)
+    return True
+
+  def _verifies_now(self, entry: _Entry, landed: int) -> bool:
+    """Whether the first verification is worth more than another draft.
+
+    While it is open the slot cannot draft. It is opened when the groups that
+    have landed keep it busy until the rest is there, or nothing is left to
+    draft.
+    """
+    if not self.config.layer_ready or entry.request.form is not Form.VERIFY:
+      return False
+    if not self._room(entry):
+      return True
+    if self.costs is None:
+      return landed == len(self.wire.layer_counts) - 1
+    result = entry.result
+    size = self.wire.stream_bytes(result.prompt_tokens).residual
+    left_s = (size - result.residual_bytes) / max(entry.rate, 1e-9)
+    return left_s <= self.costs.verify_s + self.costs.draft_s
 
   def _decode(self, entries: list[_Entry], form: Form) -> None:
     start_s = time.monotonic()

@@ -124,6 +124,34 @@ def test_cancel_frees_the_slot_in_every_state(bench, state):
     engine.result(victim)
 
 
+def test_cancel_in_the_middle_of_a_verification(bench):
+  engine, references = bench.engine, {}
+  for tokens in (200, 150):
+    references[tokens] = bench.reference(engines.prompt(tokens))
+  # As if verification took for ever: it begins with the first layer group.
+  bench.configure(draft_tokens=3, costs=Costs(1.0, 1e9, 1.0))
+  last = len(engine.wire.layer_counts) - 1
+  bench.script = lambda chunks: [
+    c for c in chunks if not c.residual_bytes or c.layer_group < last
+  ]
+  victim, other = engine.submit(_request(200)), engine.submit(_request(150))
+  entry = engine._entries[victim]
+  for _ in range(100_000):
+    if entry.verifying is not None and entry.verifying.groups == last:
+      break
+    engine.step()
+  else:
+    raise AssertionError('no verification was open')
+  engine.cancel(victim)
+  bench.script = list
+  again = engine.submit(_request(200))
+  _finish(bench)
+  assert engine.forget(victim).state is State.CANCELLED
+  for key in (other, again):
+    result = engine.forget(key)
+    assert result.tokens == references[result.prompt_tokens]
+
+
 @pytest.mark.parametrize('forget', [False, True])
 def test_a_late_chunk_never_lands(bench, forget):
   """Not even from a transport that goes on after `cancel`."""

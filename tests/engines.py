@@ -7,6 +7,7 @@ target. Engines are kept: a test takes one, runs requests, and leaves it idle.
 
 import dataclasses
 import functools
+import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,6 +31,7 @@ from lynx_jax.engine import Engine, Event, Request, State
 from lynx_jax.models import presets, transformer
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.transport import courier, links
+from lynx_jax.transport.streams import Stream
 
 OUTPUT_TOKENS = 24
 MODEL = presets.tiny(layers=2, head_dim=16, vocab=64, tied_embeddings=False)
@@ -171,10 +173,17 @@ class Bench:
     link = links.DeviceLink(DECODE_DEVICE)
     return _Patient(link, cut, lambda chunks: self.script(chunks))
 
-  def configure(self, *, ends: Sequence[int] = (), **changes) -> None:
+  def configure(
+    self,
+    *,
+    ends: Sequence[int] = (),
+    costs: engine_lib.Costs | None = None,
+    **changes,
+  ) -> None:
     """Changes policies of the idle engine; none of them is compiled in."""
-    assert set(changes) <= {'draft_tokens', 'backlog_tokens'}
+    assert set(changes) <= {'draft_tokens', 'backlog_tokens', 'layer_ready'}
     self.engine.config = dataclasses.replace(self.engine.config, **changes)
+    self.engine.costs = costs
     # One id, as at the start: the number of ids is compiled in.
     (end,) = ends or (-1,)
     self.engine._decoder.end_tokens = np.asarray([end], np.int32)
@@ -194,6 +203,21 @@ class _Patient(courier.ScriptedCourier):
   def wait(self, timeout_s: float) -> bool:
     time.sleep(0.0003)
     return super().wait(timeout_s)
+
+
+def trickle(seed: int) -> courier.Script:
+  """Returns a script that keeps the scheduler's order, a few chunks a call."""
+  rng = random.Random(seed)
+
+  def order(chunk):
+    residual = chunk.stream is Stream.RESIDUAL
+    place = chunk.layer_group if residual else chunk.token_chunk
+    return chunk.stream, place, chunk.key
+
+  def script(chunks):
+    return sorted(chunks, key=order)[: rng.randint(1, 4)]
+
+  return script
 
 
 @functools.cache

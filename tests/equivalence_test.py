@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from lynx_jax import codec as codec_lib
 from lynx_jax import config as config_lib
 from lynx_jax import kv_cache, programs
-from lynx_jax.engine import Form, Mode, Request
+from lynx_jax.engine import Costs, Form, Mode, Request
 from lynx_jax.kv_cache import Cache
 from lynx_jax.models import cached
 from lynx_jax.speculative import decode
 from lynx_jax.speculative import slots as slots_lib
+from lynx_jax.timeline import Phase
 from lynx_jax.transport import courier
 from tests import engines
 
@@ -242,7 +243,11 @@ def _batches(draw, name):
     {
       'draft_tokens': draw(st.sampled_from([*range(rows), None])),
       'backlog_tokens': draw(st.integers(1, setup.config.backlog_tokens)),
+      'layer_ready': draw(st.booleans()),
+      # As if verification took for ever: it begins with the first layer group.
+      'costs': draw(st.sampled_from([None, Costs(1.0, 1e9, 1.0)])),
     },
+    draw(st.sampled_from([courier.shuffle, engines.trickle])),
     draw(st.none() | st.integers(0, engines.OUTPUT_TOKENS - 1)),
     draw(st.integers(0, 2**16)),
   )
@@ -251,13 +256,13 @@ def _batches(draw, name):
 @pytest.mark.parametrize('name', [*map(engines.in_one_worker, engines.SETUPS)])
 def test_committed_tokens_are_the_reference(name):
   bench = engines.bench(name)
-  drafted = accepted = 0
+  drafted = accepted = ahead = 0
 
   @hypothesis.settings(deadline=None, max_examples=12)
   @hypothesis.given(_batches(name))
   def check(batch):
-    nonlocal drafted, accepted
-    requests, policy, end_at, seed = batch
+    nonlocal drafted, accepted, ahead
+    requests, policy, script, end_at, seed = batch
     full = [
       bench.reference(np.asarray(request.prompt, np.int32))
       for _, request in requests
@@ -269,7 +274,7 @@ def test_committed_tokens_are_the_reference(name):
       else None
       for tokens, (_, request) in zip(full, requests, strict=True)
     ]
-    bench.script = courier.shuffle(seed)
+    bench.script = script(seed)
     bench.configure(ends=ends, **policy)
     results = engines.run(bench, requests, expected)
     for result, (_, request) in zip(results, requests, strict=True):
@@ -279,6 +284,7 @@ def test_committed_tokens_are_the_reference(name):
       if len(tokens) < request.output_tokens:
         assert tokens[-1] in ends
       drafted, accepted = drafted + result.drafted, accepted + result.accepted
+      ahead += _began_early(result)
 
   check()
   if name in ('int8', 'int4', 'dense', 'short'):
@@ -288,3 +294,16 @@ def test_committed_tokens_are_the_reference(name):
   if name in ('lynx', 'coarse', 'interleaved', 'mixed'):
     # Else the drafts were never wrong, and the test could not fail.
     assert accepted < drafted
+    assert ahead > 0
+
+
+def _began_early(result) -> bool:
+  """Whether a verification began before the Residual was whole."""
+  starts = [
+    event.start_s
+    for event in result.timeline.events()
+    if event.name == Phase.VERIFY
+  ]
+  return bool(
+    starts and result.residual_s is not None and starts[0] < result.residual_s
+  )

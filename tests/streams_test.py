@@ -291,6 +291,10 @@ def test_progress_in_any_order(recipe, prompt_tokens, seed):
   for number in range(len(chunks) + 1):
     assert progress.complete == (not left)
     assert progress.anchor_complete == all(u[1] for u in left)
+    residual = [u[2] for u in left if u[1]]
+    assert progress.layer_groups == min(
+      residual, default=len(wire.layer_counts)
+    )
     for layer_group, tokens in enumerate(progress.residual_tokens):
       missing = [u[4] for u in left if u[1] and u[2] == layer_group]
       assert tokens == min(missing, default=end // wire.codec.group) * (

@@ -187,6 +187,24 @@ def verify_rows(
   )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pass:
+  """A verification on its way through the layers; it can be resumed.
+
+  Attributes:
+    h: residual stream behind the layer groups that have run.
+    rows: where the tokens stand.
+    wanted: slots that are verified.
+    groups: how many layer groups have run.
+  """
+
+  h: Float[Array, 'B T D']
+  rows: Rows
+  wanted: np.ndarray
+  groups: int = dataclasses.field(default=0, metadata={'static': True})
+
+
 class Decoder:
   """The compiled programs of one model and configuration.
 
@@ -236,7 +254,8 @@ class Decoder:
       params, slots, wanted, np.int32(limit), self.end_tokens
     )
     prefix = kv_cache.anchor_only(cache.prefix)
-    h, tail = self._layers(params, h, prefix, cache.tail, where)
+    groups = range(len(self._ranges))
+    h, tail = self._layers(params, h, prefix, cache.tail, where, groups)
     slots = run.close_draft(params, h, slots, where.active)
     return dataclasses.replace(cache, tail=tail), slots
 
@@ -249,11 +268,48 @@ class Decoder:
     rows: int | None = None,
   ) -> tuple[Cache, Slots]:
     """Verifies once; `rows` = 1 is plain decoding; see `verify`."""
-    run = self._programs
-    h, where = run.open_verify[rows or self.rows](params, slots, wanted)
-    h, tail = self._layers(params, h, cache.prefix, cache.tail, where)
-    slots = run.close_verify(params, h, slots, wanted, self.end_tokens)
-    return dataclasses.replace(cache, tail=tail), slots
+    running = self.open_verify(params, slots, wanted, rows)
+    cache, running = self.resume(params, cache, running, len(self._ranges))
+    return cache, self.close_verify(params, slots, running)
+
+  def open_verify(
+    self,
+    params: nnx.State,
+    slots: Slots,
+    wanted: np.ndarray,
+    rows: int | None = None,
+  ) -> Pass:
+    """Begins a verification, which no layer group has to be there for.
+
+    Until it is closed, the wanted slots must neither draft nor be verified.
+    """
+    opened = self._programs.open_verify[rows or self.rows]
+    h, where = opened(params, slots, wanted)
+    return Pass(h, where, wanted)
+
+  def resume(
+    self, params: nnx.State, cache: Cache, running: Pass, upto: int
+  ) -> tuple[Cache, Pass]:
+    """Runs the next layer groups, those below `upto`; donates their tails."""
+    h, tail = self._layers(
+      params,
+      running.h,
+      cache.prefix,
+      cache.tail,
+      running.rows,
+      range(running.groups, upto),
+    )
+    running = dataclasses.replace(running, h=h, groups=upto)
+    return dataclasses.replace(cache, tail=tail), running
+
+  def close_verify(
+    self, params: nnx.State, slots: Slots, running: Pass
+  ) -> Slots:
+    """Commits what a pass through all layer groups has found."""
+    assert running.groups == len(self._ranges)
+    return self._programs.close_verify(
+      params, running.h, slots, running.wanted, self.end_tokens
+    )
 
   def rounds(
     self,
@@ -277,15 +333,14 @@ class Decoder:
     )
     return dataclasses.replace(cache, tail=tail), slots
 
-  def _layers(self, params, h, prefix, tail, where):
-    written = []
-    for (start, stop), part, rest in zip(
-      self._ranges, prefix, tail, strict=True
-    ):
-      layers = cached.layer_params(params, start, stop)
-      h, rest = self._programs.layers(layers, h, part, rest, where)
-      written.append(rest)
-    return h, tuple(written)
+  def _layers(self, params, h, prefix, tail, where, groups):
+    tail = list(tail)
+    for group in groups:
+      layers = cached.layer_params(params, *self._ranges[group])
+      h, tail[group] = self._programs.layers(
+        layers, h, prefix[group], tail[group], where
+      )
+    return h, tuple(tail)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -476,10 +476,20 @@ class Progress:
 
   @property
   def complete(self) -> bool:
-    return self.anchor_complete and all(
-      lead == len(left)
-      for lead, left in zip(self._leading, self._residual_left, strict=True)
-    )
+    return self.anchor_complete and self.layer_groups == len(self._leading)
+
+  @property
+  def layer_groups(self) -> int:
+    """Leading layer groups whose Residual is complete.
+
+    Like `residual_tokens` it says nothing about the Anchor.
+    """
+    count = 0
+    for lead, left in zip(self._leading, self._residual_left, strict=True):
+      if lead < len(left):
+        break
+      count += 1
+    return count
 
   @property
   def residual_tokens(self) -> tuple[int, ...]:
