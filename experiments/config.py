@@ -81,6 +81,7 @@ def base() -> ml_collections.ConfigDict:
         'draft_tokens': config_dict.placeholder(int),
         'backlog_tokens': library.backlog_tokens,
         'chunk_bytes': library.chunk_bytes,
+        'sharpen': library.sharpen,
         'layer_ready': library.layer_ready,
         # None: the best that can serve.
         'implementation': config_dict.placeholder(str),

@@ -220,6 +220,8 @@ class EngineConfig:
     backlog_tokens: most unverified draft tokens a slot may hold.
     chunk_bytes: size of a transfer chunk, the grain of priority.
     order: how the streams share the link.
+    sharpen: drafts read the groups of tokens whose Residual has landed with all
+      planes, before the rest is there; else they read the Anchor alone.
     layer_ready: the first verification runs layer group by layer group as
       their Residual lands; else it waits for all of it.
     implementation: of the kernels; None takes the best that can serve.
@@ -235,6 +237,7 @@ class EngineConfig:
   backlog_tokens: int = 48
   chunk_bytes: int = 256 * 1024
   order: Order = Order.ANCHOR_FIRST
+  sharpen: bool = True
   layer_ready: bool = True
   implementation: str | None = None
 

@@ -101,6 +101,7 @@ class Step(enum.Enum):
   """A step that can be timed alone."""
 
   DRAFT = 'draft'  # one token, Anchor only
+  SHARP = 'sharp'  # one token, Residual as far as it is there
   VERIFY = 'verify'  # the verify program
   PLAIN = 'plain'  # one token, whole target cache
   ROUND = 'round'  # one draft, one verification, in one program
@@ -214,6 +215,8 @@ class Engine:
     self._carry(self._sender.warm_up())
     if self._has_residual:
       self.time_step(Step.ROUND)
+      if self.config.sharpen:
+        self.time_step(Step.SHARP)
     times = {}
     for step in (Step.DRAFT, Step.VERIFY, Step.PLAIN):
       self.time_step(step)  # compiles
@@ -241,6 +244,13 @@ class Engine:
     match step:
       case Step.DRAFT:
         changed = self._decoder.draft(*arguments, self.config.backlog_tokens)
+      case Step.SHARP:
+        landed = np.zeros(
+          (len(self.wire.layer_counts), self.config.slots), np.int32
+        )
+        changed = self._decoder.draft(
+          *arguments, self.config.backlog_tokens, landed
+        )
       case Step.VERIFY:
         changed = self._decoder.verify(*arguments)
       case Step.PLAIN:
@@ -560,8 +570,26 @@ class Engine:
       self._slots,
       self._mask(entries),
       self.config.backlog_tokens,
+      self._landed(entries) if self.config.sharpen else None,
     )
     self._read(entries, Phase.DRAFT, start_s)
+
+  def _landed(self, entries: list[_Entry]) -> np.ndarray | None:
+    """Returns `residual_tokens` of all layer groups; None while all are 0.
+
+    What is not there at all need not be unpacked either.
+    """
+    landed = np.zeros(
+      (len(self.wire.layer_counts), self.config.slots), np.int32
+    )
+    for entry in entries:
+      landed[:, entry.slot] = entry.progress.residual_tokens
+    residual = [
+      group
+      for group in range(len(self.wire.layer_counts))
+      if self.wire.planes(group) > 1
+    ]
+    return landed if landed[residual].any() else None
 
   def _verify_landed(self, entry: _Entry) -> bool:
     """Runs the first verification as far as its layer groups have landed.

@@ -94,7 +94,7 @@ def test_warm_up_compiles_the_table_and_requests_nothing(planes, compiled):
       'stop': 1,
       'draft': 2,
       'verify': 4,
-      'layers': 3 if residual else 2,
+      'layers': 4 if residual else 2,
     } | ({'rounds': 1} if residual else {})
     assert found == expected
     table = _DOCS.read_text(encoding='utf-8')

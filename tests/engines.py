@@ -181,7 +181,12 @@ class Bench:
     **changes,
   ) -> None:
     """Changes policies of the idle engine; none of them is compiled in."""
-    assert set(changes) <= {'draft_tokens', 'backlog_tokens', 'layer_ready'}
+    assert set(changes) <= {
+      'draft_tokens',
+      'backlog_tokens',
+      'layer_ready',
+      'sharpen',
+    }
     self.engine.config = dataclasses.replace(self.engine.config, **changes)
     self.engine.costs = costs
     # One id, as at the start: the number of ids is compiled in.

@@ -244,6 +244,7 @@ def _batches(draw, name):
       'draft_tokens': draw(st.sampled_from([*range(rows), None])),
       'backlog_tokens': draw(st.integers(1, setup.config.backlog_tokens)),
       'layer_ready': draw(st.booleans()),
+      'sharpen': draw(st.booleans()),
       # As if verification took for ever: it begins with the first layer group.
       'costs': draw(st.sampled_from([None, Costs(1.0, 1e9, 1.0)])),
     },

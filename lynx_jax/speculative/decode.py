@@ -247,15 +247,31 @@ class Decoder:
     slots: Slots,
     wanted: np.ndarray,
     limit: int,
+    residual_tokens: np.ndarray | None = None,
   ) -> tuple[Cache, Slots]:
-    """Drafts one token in every wanted slot with room; see `draft`."""
+    """Drafts one token in every wanted slot with room; see `draft`.
+
+    Args:
+      params, cache, slots, wanted, limit: as for `draft`.
+      residual_tokens: i32[g, B], prefix tokens that are read with all planes,
+        by layer group and slot; None reads the Anchor alone.
+    """
     run = self._programs
     h, where = run.open_draft(
       params, slots, wanted, np.int32(limit), self.end_tokens
     )
-    prefix = kv_cache.anchor_only(cache.prefix)
-    groups = range(len(self._ranges))
-    h, tail = self._layers(params, h, prefix, cache.tail, where, groups)
+    prefix = cache.prefix
+    if residual_tokens is None:
+      prefix = kv_cache.anchor_only(prefix)
+    h, tail = self._layers(
+      params,
+      h,
+      prefix,
+      cache.tail,
+      where,
+      range(len(self._ranges)),
+      residual_tokens,
+    )
     slots = run.close_draft(params, h, slots, where.active)
     return dataclasses.replace(cache, tail=tail), slots
 
@@ -333,12 +349,19 @@ class Decoder:
     )
     return dataclasses.replace(cache, tail=tail), slots
 
-  def _layers(self, params, h, prefix, tail, where, groups):
+  def _layers(
+    self, params, h, prefix, tail, where, groups, residual_tokens=None
+  ):
     tail = list(tail)
     for group in groups:
       layers = cached.layer_params(params, *self._ranges[group])
       h, tail[group] = self._programs.layers(
-        layers, h, prefix[group], tail[group], where
+        layers,
+        h,
+        prefix[group],
+        tail[group],
+        where,
+        None if residual_tokens is None else residual_tokens[group],
       )
     return h, tuple(tail)
 
@@ -367,13 +390,14 @@ def _programs(
     tokens, where = verify_rows(slots, wanted, rows)
     return nnx.merge(graphs.model, params).embed(tokens), where
 
-  def layers(params, h, prefix, tail, where):
+  def layers(params, h, prefix, tail, where, residual_tokens):
     return cached.run_layers(
       graphs.layers(params),
       h,
       prefix,
       tail,
       where,
+      residual_tokens=residual_tokens,
       implementation=implementation,
     )
 
