@@ -57,7 +57,9 @@ def run(
   """
   search = settings.search
   with screen.step(f'loading {settings.model_path}'):
-    model = serving.load(settings.model_path, settings.model_dtype)
+    model = serving.load(
+      settings.model_path, settings.model_dtype, settings.prefill_devices
+    )
   for candidate in search.candidates:
     check_together(model.config, candidate.codec, settings.engine)
   texts = _prefill(settings, model, screen)

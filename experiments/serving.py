@@ -15,7 +15,7 @@ from flax import nnx
 
 from experiments import config, display, results
 from lynx_jax import timeline
-from lynx_jax.config import EngineConfig, ModelConfig
+from lynx_jax.config import EngineConfig, ModelConfig, require
 from lynx_jax.engine import Engine, Form, Request, Result
 from lynx_jax.models import presets, weights
 from lynx_jax.models.tokenizer import Tokenizer
@@ -55,9 +55,9 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """A model with a copy on each half of the devices.
+  """A model with a copy on a device of either side.
 
-  With one device both halves are that device.
+  With one device both sides are that device.
   """
 
   config: ModelConfig
@@ -66,19 +66,29 @@ class Model:
   tokenizer: Text
 
 
-def load(path: str, dtype: str) -> Model:
-  """Loads a model onto the first device of each half.
+def load(path: str, dtype: str, prefill_devices: int | None = None) -> Model:
+  """Loads a model onto the first device of each side.
 
   Args:
     path: `smollm2`, `tiny`, a GGUF file or a Hugging Face directory.
     dtype: of weights and activations.
+    prefill_devices: how many devices, from the first on, belong to prefill,
+      the others to decode; None is half of them.
 
   Raises:
+    ConfigError: the devices cannot be divided so.
     WeightsError: the model is not whole, or of another architecture.
     MissingPackageError: the extra `weights` is not installed.
   """
   devices = jax.devices()
-  first, second = devices[0], devices[len(devices) // 2]
+  count = len(devices) // 2 if prefill_devices is None else prefill_devices
+  if prefill_devices is not None:
+    require(
+      0 < count < len(devices),
+      f'prefill_devices={count} must be in 1..{len(devices) - 1}: there are '
+      f'{len(devices)} devices, and decode needs one',
+    )
+  first, second = devices[0], devices[count]
   tokenizer: Text
   if path == 'tiny':
     model_config = presets.tiny(dtype=dtype)
