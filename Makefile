@@ -3,6 +3,7 @@
 #
 #   make demo      the main job on a real model, with a table at the end
 #   make latency   the latency study: five prompts, both modes (25 minutes)
+#   make transport-study  transfers over real, limited links (root; 3 minutes)
 #   make test      lint, types and the whole test suite
 #   make lint      ruff and mypy alone
 #   make format    let ruff rewrite the files
@@ -35,9 +36,10 @@ STAMPS := .venv/stamps
 
 DEMO_DIR ?= runs/demo
 LATENCY_DIR ?= runs/latency
+TRANSPORT_DIR ?= runs/transport
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency test lint format lock clean setup setup-test
+.PHONY: help demo latency transport-study test lint format lock clean setup setup-test
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -47,6 +49,9 @@ demo: $(STAMPS)/run
 latency: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/latency.py \
 	  --workdir='$(LATENCY_DIR)'
+
+transport-study: $(STAMPS)/run
+	$(RUN) -m experiments.transport_study --workdir='$(TRANSPORT_DIR)'
 
 test: lint
 	$(RUN) -m pytest $(TEST_ARGS)

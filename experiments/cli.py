@@ -15,15 +15,17 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import config, display, prompts, results
+from experiments import config, display, options, prompts, results
 from lynx_jax.config import ConfigError
 from lynx_jax.models.errors import WeightsError
+from lynx_jax.transport.streams import TransferError
 
 # Runs a study: writes records, shows what happens.
 Study = Callable[[config.Settings, results.Writer, display.Screen], None]
 
 USER_MISTAKE = 2
 _SEARCH = 'codec_search'
+PEER_LOST = 3
 _EXAMPLE = '--config=configs/demo.py --workdir=runs/demo'
 
 
@@ -59,6 +61,9 @@ def run(argv: Sequence[str], study: Study | None = None) -> int:
     _say(f'error: {error}')
   except OSError as error:
     _say(f'error: {_os_error(error)}')
+  except TransferError as error:
+    _say(f'error: {error}')
+    return PEER_LOST
   except MemoryError:
     _say(
       'error: out of memory; use fewer --config.prompt_tokens or a smaller '
@@ -68,8 +73,21 @@ def run(argv: Sequence[str], study: Study | None = None) -> int:
 
 
 def _run(argv: Sequence[str], study: Study | None) -> int:
-  values, workdir = parse(argv)
+  values, own = _parse(argv)
+  role = options.read(own)
   settings = config.settings(values)
+  if role is None and not settings.link.emulated:
+    raise ConfigError('link.emulated=False needs a --role; see --help')
+  if role is not None:
+    if settings.prefill_devices is not None:
+      raise ConfigError(
+        f'prefill_devices={settings.prefill_devices}: a --role has devices of '
+        'its own; leave it out'
+      )
+    role.security()  # a file that cannot be read shows before anything runs
+  if role is not None and role.role is options.Role.PREFILL:
+    return _serve(settings, role)
+  workdir = _workdir(own)
   for file, _ in settings.prompts:
     prompts.read(file)  # a mistake shows before anything runs
   with results.Writer(workdir) as writer, display.screen() as screen:
@@ -84,7 +102,7 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
       )
     )
     if study is None:
-      study = _named_study(settings)
+      study = _named_study(settings, role, argv)
     study(settings, writer, screen)
     if settings.study == _SEARCH:
       return 0  # it has no requests to draw
@@ -96,15 +114,50 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
   return 0
 
 
-def _named_study(settings: config.Settings) -> Study:
+def _serve(settings: config.Settings, role: options.Options) -> int:
+  _make_devices(1)
+  from experiments import roles
+
+  with display.screen() as screen:
+    roles.serve(settings, role, screen)
+  return 0
+
+
+def _named_study(
+  settings: config.Settings,
+  role: options.Options | None,
+  argv: Sequence[str],
+) -> Study:
   # JAX takes a second to import: mistakes in flags are told before.
+  if settings.study == _SEARCH:
+    if role is not None:
+      raise ConfigError(
+        f'--role={role.role}: study {_SEARCH!r} has no transfer; leave it out'
+      )
+    _make_devices(settings.cpu_devices)
+    from experiments import codec_search
+
+    return codec_search.run
+  if role is None:
+    _make_devices(settings.cpu_devices)
+    from experiments import latency
+
+    return latency.run
+  _make_devices(1)  # the other side has its own
+  from experiments import latency, roles
+
+  def run(settings, writer, screen):
+    with roles.remote(role, argv, screen) as remote:
+      latency.run(settings, writer, screen, remote)
+
+  return run
+
+
+def _make_devices(cpu_devices: int) -> None:
   import jax
 
   with contextlib.suppress(RuntimeError):  # a notebook has made its backend
-    jax.config.update('jax_num_cpu_devices', settings.cpu_devices)
-  from experiments import codec_search, latency
-
-  return codec_search.run if settings.study == _SEARCH else latency.run
+    jax.config.update('jax_num_cpu_devices', cpu_devices)
 
 
 def parse(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict, str]:
@@ -113,6 +166,14 @@ def parse(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict, str]:
   Raises:
     ConfigError: naming the flag and what would work.
   """
+  values, own = _parse(argv)
+  return values, _workdir(own)
+
+
+def _parse(
+  argv: Sequence[str],
+) -> tuple[ml_collections.ConfigDict, flags.FlagValues]:
+  """Returns the config with its overrides, and all flags."""
   own, overrides = _split_overrides(argv)
   values, _ = _parse_flags(own)
   known = set(config.field_names(values))
@@ -126,6 +187,12 @@ def parse(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict, str]:
         )
       raise ConfigError(config.unknown_field(name))
   return _parse_flags(argv)
+
+
+def _workdir(own: flags.FlagValues) -> str:
+  if not own['workdir'].value:
+    raise ConfigError(f'--workdir is missing; for example {_EXAMPLE}')
+  return own['workdir'].value
 
 
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -146,10 +213,11 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _parse_flags(
   argv: Sequence[str],
-) -> tuple[ml_collections.ConfigDict, str]:
+) -> tuple[ml_collections.ConfigDict, flags.FlagValues]:
   # Own flag values, so that a test or a notebook can parse more than once.
   values = flags.FlagValues()
   flags.DEFINE_string('workdir', None, 'Where results go.', flag_values=values)
+  options.define(values)
   config_flags.DEFINE_config_file(
     'config',
     None,
@@ -181,9 +249,7 @@ def _parse_flags(
     )
   if loaded is None:
     raise ConfigError(f'--config is missing; for example {_EXAMPLE}')
-  if not values['workdir'].value:
-    raise ConfigError(f'--workdir is missing; for example {_EXAMPLE}')
-  return loaded, values['workdir'].value
+  return loaded, values
 
 
 def _one_line(error: Exception) -> str:

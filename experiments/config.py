@@ -94,6 +94,9 @@ def base() -> ml_collections.ConfigDict:
         'rate_gbps': config_dict.placeholder(float),
         'rtt_ms': 1.0,
         'share': 0.60,
+        # False: the real link between two processes (--role), whose rate and
+        # round-trip time are those above.
+        'emulated': True,
       },
       # Comma-separated values to go through instead of one rate and one RTT.
       'sweep': {'link_gbps': '', 'rtt_ms': ''},
@@ -164,11 +167,12 @@ class Scheme:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-  """The emulated link; `rate_gbps` None means: find it from `share`."""
+  """The link; `rate_gbps` None means: find it from `share`, and emulate it."""
 
   rate_gbps: float | None
   rtt_ms: float
   share: float
+  emulated: bool = True
 
   def __post_init__(self):
     require(
@@ -180,6 +184,10 @@ class Link:
     require(
       self.rtt_ms >= 0 and math.isfinite(self.rtt_ms),
       f'link.rtt_ms={self.rtt_ms} must be 0 or more',
+    )
+    require(
+      self.emulated or self.rate_gbps is not None,
+      'link.emulated=False needs link.rate_gbps, the rate of the real link',
     )
     require(
       0 < self.share < 1,

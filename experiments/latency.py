@@ -7,6 +7,7 @@ It forms no figure: `summaries` makes those of the records written here.
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import random
 import statistics
@@ -25,9 +26,12 @@ _CHUNK_SHARE = 0.01  # of the bound: the longest that a chunk may take
 
 
 def run(
-  settings: config.Settings, writer: results.Writer, screen: display.Screen
+  settings: config.Settings,
+  writer: results.Writer,
+  screen: display.Screen,
+  remote: serving.Remote | None = None,
 ) -> None:
-  """Runs the study and writes its records.
+  """Runs the study and writes its records; prefill may run elsewhere.
 
   For every prompt and link, each repeat runs all schemes in random order.
   Baselines run in plain form, which shows their TTFT at its best. In the last
@@ -50,8 +54,12 @@ def run(
     )
     for file, tokens in settings.prompts
   }
-  plan = _plan(settings, model, texts, screen)
-  study = _Study(settings, model, texts, plan, writer, screen)
+  connect = functools.partial(
+    serving.connect, model, remote=remote, emulated=settings.link.emulated
+  )
+  plan = _plan(settings, model, texts, screen, connect)
+  study = _Study(settings, model, texts, plan, writer, screen, connect)
+  study.prefill_is_here = remote is None
   with contextlib.ExitStack() as stack:
     study.start(stack)
     references = {file: study.references(file) for file in texts}
@@ -94,7 +102,7 @@ class _Plan:
   int8_step_s: float
 
 
-def _plan(settings, model, texts, screen) -> _Plan:
+def _plan(settings, model, texts, screen, connect) -> _Plan:
   """Measures every prompt's prefill and an INT8 step, and sets the rates."""
   int8 = config.scheme('int8', settings.schemes[0].codec)
   base = dataclasses.replace(
@@ -105,7 +113,7 @@ def _plan(settings, model, texts, screen) -> _Plan:
   cases, longest_chunks = [], []
   with (
     screen.step('measuring prefill and a decode step'),
-    serving.connect(model, int8, int8.engine(base)) as line,
+    connect(int8, int8.engine(base)) as line,
   ):
     step_s = line.engine.warm_up().plain_s
     for file, prompt in texts.items():
@@ -146,9 +154,13 @@ def _plan(settings, model, texts, screen) -> _Plan:
 class _Study:
   """The engines of a run, and what they have yielded."""
 
-  def __init__(self, settings, model, texts, plan: _Plan, writer, screen):
+  def __init__(
+    self, settings, model, texts, plan: _Plan, writer, screen, connect
+  ):
     self._settings, self._model, self._texts = settings, model, texts
     self._plan, self._writer, self._screen = plan, writer, screen
+    self._connect = connect
+    self.prefill_is_here = True
     self._lines: dict[str, serving.Line] = {}
     self._order = random.Random(settings.seed)
     self._environment = results.environment()
@@ -162,8 +174,7 @@ class _Study:
     for scheme in self._settings.schemes:
       with self._screen.step(f'warming up {scheme.name}'):
         line = stack.enter_context(
-          serving.connect(
-            self._model,
+          self._connect(
             scheme,
             scheme.engine(self._plan.engine),
             rate_gbps=self._plan.cases[0].rate_gbps,
@@ -282,7 +293,7 @@ class _Study:
       output_tokens=tokens,
       draft_tokens=self._settings.acceptance_drafts,
     )
-    with serving.connect(self._model, scheme, engine_config) as line:
+    with self._connect(scheme, engine_config) as line:
       with self._screen.step('warming up the acceptance run'):
         line.engine.warm_up()
       for file, prompt in self._texts.items():
@@ -308,7 +319,8 @@ class _Study:
   def constants(self) -> summaries.Constants:
     """Returns what was measured besides the requests."""
     # Prefill reads once a token chunk and decode once a verification: what is
-    # left of all fetches belongs to the draft rounds.
+    # left of all fetches belongs to the draft rounds. A receiver reads digests
+    # as well, so it is not known where prefill runs elsewhere.
     drafts = self._calls[Phase.DRAFT]
     left = (
       self._fetches - self._calls[Phase.PREFILL] - self._calls[Phase.VERIFY]
@@ -332,7 +344,9 @@ class _Study:
       steps=_STEPS,
       bits_anchor_worst_length=worst,
       recompiles_after_warmup=self._compiles,
-      fetches_per_draft_round=left / drafts if drafts else None,
+      fetches_per_draft_round=(
+        left / drafts if drafts and self.prefill_is_here else None
+      ),
       draft_rounds=drafts,
       verify_s=costs.verify_s if costs else None,
     )

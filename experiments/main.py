@@ -15,8 +15,19 @@ Any field can be set on the command line:
                                       follows from --config.link.share
     --config.model.path=FILE          a .gguf file or Hugging Face directory
 
+Prefill can run in a process of its own, on this machine or another one, over
+an emulated link or, with --config.link.emulated=False, over the real one:
+
+    --role=local                      starts it, and ends it with this one
+    --role=prefill --listen=ADDR:PORT serves prefill; needs no --workdir
+    --role=decode --connect=ADDR:PORT runs the study with prefill over there
+    --token_file=FILE                 a token that both sides must know
+    --certificate=PEM --key=PEM       TLS of the control channel, on either
+    --authority=PEM                   side; payloads are not encrypted
+
 Results are appended to WORKDIR/results.jsonl. A mistake of yours ends with one
-line that says what to change, and exit code 2; Ctrl-C with 130.
+line that says what to change, and exit code 2; a lost prefill process with 3;
+Ctrl-C with 130.
 """
 
 import sys

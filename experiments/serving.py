@@ -20,9 +20,11 @@ from lynx_jax.engine import Engine, Form, Request, Result
 from lynx_jax.models import presets, weights
 from lynx_jax.models.tokenizer import Tokenizer
 from lynx_jax.models.transformer import Transformer
+from lynx_jax.sender import PrefillSide
 from lynx_jax.timeline import Phase
 from lynx_jax.transport.courier import Courier
 from lynx_jax.transport.links import DeviceLink, EmulatedLink, Link
+from lynx_jax.transport.receiver import Pace
 from lynx_jax.transport.scheduler import Scheduler
 
 # One Residual chunk may be outstanding: the courier has one on the link, and
@@ -53,7 +55,7 @@ class Bytes:
     return bytes(ids).decode('utf-8', errors='replace')
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Model:
   """A model with a copy on a device of either side.
 
@@ -64,6 +66,19 @@ class Model:
   prefill: Transformer
   decode: Transformer
   tokenizer: Text
+
+
+class Remote(Protocol):
+  """Prefill in another process; see `roles.Remote`."""
+
+  def prefill(
+    self,
+    model: Model,
+    scheme: config.Scheme,
+    engine: EngineConfig,
+    pace: Pace | None,
+  ) -> PrefillSide:
+    """Opens a session for one engine."""
 
 
 def load(path: str, dtype: str, prefill_devices: int | None = None) -> Model:
@@ -112,14 +127,16 @@ def load(path: str, dtype: str, prefill_devices: int | None = None) -> Model:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """An engine and the link under it."""
+  """An engine and the link under it; None is a real one."""
 
   engine: Engine
-  link: Link
+  link: Link | Pace | None
 
   def tune(self, rate_gbps: float, rtt_ms: float) -> None:
     """Changes an emulated link; no request may be under way."""
-    assert isinstance(self.link, EmulatedLink)
+    if self.link is None:
+      return
+    assert isinstance(self.link, EmulatedLink | Pace)
     self.link.rate_gbps, self.link.rtt_ms = rate_gbps, rtt_ms
 
 
@@ -131,6 +148,8 @@ def connect(
   *,
   rate_gbps: float | None = None,
   rtt_ms: float = 0.0,
+  remote: Remote | None = None,
+  emulated: bool = True,
 ) -> Iterator[Line]:
   """Yields an engine for a scheme over a link, and closes it.
 
@@ -140,8 +159,24 @@ def connect(
     engine: its static sizes and policies.
     rate_gbps: of the emulated link; None copies as fast as it goes.
     rtt_ms: of the emulated link.
+    remote: where prefill runs; None is this process.
+    emulated: False takes the real link to another process as it is.
   """
-  to = jax.tree.leaves(nnx.state(model.decode))[0].sharding
+  ends = sorted(model.tokenizer.ends)
+  if remote is not None:
+    pace = None
+    if rate_gbps is not None and emulated:
+      pace = Pace(rate_gbps, rtt_ms)
+    with Engine(
+      remote.prefill(model, scheme, engine, pace),
+      model.decode,
+      scheme.codec,
+      engine,
+      end_tokens=ends,
+    ) as running:
+      yield Line(running, pace)
+    return
+  to = placement(model.decode)
   link: Link = DeviceLink(to)
   if rate_gbps is not None:
     link = EmulatedLink(to, rate_gbps=rate_gbps, rtt_ms=rtt_ms)
@@ -151,9 +186,14 @@ def connect(
     scheme.codec,
     engine,
     connect=lambda cut: Courier(Scheduler(_RESIDUAL_WINDOW_BYTES), link, cut),
-    end_tokens=sorted(model.tokenizer.ends),
+    end_tokens=ends,
   ) as running:
     yield Line(running, link)
+
+
+def placement(model: Transformer) -> jax.sharding.Sharding:
+  """Returns where a model lies."""
+  return jax.tree.leaves(nnx.state(model))[0].sharding
 
 
 def run_request(

@@ -111,6 +111,7 @@ class _Request:
   recomputed: int = 0
   done: messages.Done | None = None
   released: bool = False  # the sender need not hold it any more
+  refused: bool = False  # by a sender that drains
   failed: bool = False
 
 
@@ -174,7 +175,7 @@ class RemotePrefill:
     self._lost: Exception | None = None  # why there is no session
     self._warm = threading.Event()
     self._awake = threading.Event()  # something to do for a lost session
-    self._closed = False
+    self._draining = self._closed = False
     self._transport = Receiver(
       self._specs,
       wire.engine.chunk_bytes,
@@ -287,6 +288,8 @@ class RemotePrefill:
       entry = self._requests.pop(request, None)
       if entry is not None:
         self._release(entry)
+      for key in [k for k in self._damaged if k.request == request]:
+        del self._damaged[key]
     self._transport.cancel(request)
 
   def records(self) -> list[Record]:
@@ -343,6 +346,7 @@ class RemotePrefill:
       except Exception as error:  # must reach the callers, not end in silence
         logging.exception('the session failed')
         self._give_up(TransferError(f'the session failed: {error!r}'))
+    self._hang_up()
 
   def _recover(self, error: TransferError) -> None:
     """Drops the session, and makes the next one or gives up."""
@@ -423,11 +427,12 @@ class RemotePrefill:
       self._heard_s = self._beaten_s = time.monotonic()
       self._channel, self._broken, self._lost = channel, None, None
       self._epoch = self._mended = 0
+      self._draining = False
       self._transport.attach(link)
       for entry in self._requests.values():
         if not entry.failed:
           entry.generation += 1
-          entry.released = False
+          entry.released = entry.refused = False
           self._ask_for(entry)
 
   def _link(
@@ -516,6 +521,7 @@ class RemotePrefill:
         self._warm.set()
       case messages.Draining():
         logging.info('the prefill server drains')
+        self._draining = True
       case _:
         raise messages.ProtocolError(f'{type(message).__name__} makes no sense')
 
@@ -558,6 +564,7 @@ class RemotePrefill:
           )
         return
       entry.done = message
+      self._transport.moved()  # from now on its chunks are due
       offset_s = self._offset_s
       self._records.append(
         PrefillDone(
@@ -573,9 +580,12 @@ class RemotePrefill:
   def _on_failed(self, message: messages.Failed) -> None:
     with self._lock:
       entry = self._current(message.request, message.generation)
-      if entry is None or message.kind == 'Draining':
-        return  # what is drained is asked for again in the next session
-      self._fail(entry, _typed(message))
+      if entry is None:
+        return
+      if message.kind == 'Draining':
+        entry.refused = True  # it is asked for in the next session
+      else:
+        self._fail(entry, _typed(message))
 
   def _look_after(self) -> None:
     """Frees what is complete, and mends what is stuck."""
@@ -584,6 +594,9 @@ class RemotePrefill:
       for entry in entries:
         if not entry.released and not self._transport.missing(entry.id):
           self._release(entry)
+      drained = all(e.released or e.refused for e in self._requests.values())
+    if self._draining and drained:
+      raise control.PeerLost('it drains, and holds nothing for us')
     if self._broken is not None:
       self._mend(self._broken)
     limit_s = self._stall_s()

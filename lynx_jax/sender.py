@@ -58,7 +58,9 @@ Wire = TypeVar('Wire', bound=Outgoing)
 class Computed(Protocol):
   """A whole prompt as some prefill side has computed it."""
 
-  token: int  # the most likely token after the prompt
+  @property
+  def token(self) -> int:
+    """The most likely token after the prompt."""
 
 
 class PrefillSide(Protocol):

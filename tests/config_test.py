@@ -135,6 +135,7 @@ def test_several_modes_and_doubled_names():
     ({'link__rate_gbps': float('nan')}, 'link.rate_gbps=nan'),
     ({'link__rtt_ms': -0.1}, 'link.rtt_ms=-0.1'),
     ({'link__share': 0.0}, 'link.share=0.0'),
+    ({'link__emulated': False}, 'link.emulated=False needs link.rate_gbps'),
     ({'link__share': 1.0}, 'link.share=1.0'),
   ],
 )

@@ -13,6 +13,7 @@ import pytest
 from experiments import cli, main, results
 from lynx_jax.config import ConfigError
 from lynx_jax.models.errors import WeightsError
+from lynx_jax.transport.streams import TransferError
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -144,6 +145,7 @@ def test_half_a_record_of_a_crash_is_told(tmp_path, capsys):
     (MemoryError(), 2, 'out of memory'),
     (ModuleNotFoundError("No module named 'gguf'", name='gguf'), 2, 'gguf'),
     (BrokenPipeError(), 1, ''),
+    (TransferError('prefill is gone'), 3, 'error: prefill is gone\n'),
   ],
 )
 def test_what_a_study_raises(tmp_path, capsys, monkeypatch, raised, code, said):

@@ -172,7 +172,7 @@ def serve(
     ConfigError: the address cannot be bound.
   """
   security = security or Security()
-  _check_interface(listen)
+  check_interface(listen)
 
   def session(requests, context):
     channel = ServerChannel(context.peer())
@@ -303,8 +303,12 @@ def _explained(error: grpc.RpcError) -> PeerLost:
   return PeerLost(f'{code}: {details}')
 
 
-def _check_interface(listen: str) -> None:
-  """Refuses to listen on every interface: one must be named."""
+def check_interface(listen: str) -> None:
+  """Refuses to listen on every interface: one must be named.
+
+  Raises:
+    ConfigError: it does, or is no ADDRESS:PORT.
+  """
   host, colon, port = listen.rpartition(':')
   config.require(
     bool(colon) and bool(host) and port.isdigit(),

@@ -452,14 +452,14 @@ class Receiver:
     with self._changed:
       for flight, payload in good:
         flight.payload, flight.ready_s = payload, now_s
+      # Those of a link that was given up meanwhile are no news.
+      broken = [b for b in broken if b[0] in self._flights]
       for flight, _ in broken:
-        if flight in self._flights:
-          self._flights.remove(flight)
-          self._leave(flight, now_s)
+        self._flights.remove(flight)
+        self._leave(flight, now_s)
       if good:
         self._moved_s = now_s
-    # Those of a link that was given up meanwhile are no news.
-    return [b for b in broken if b[0].wanted and self._link is not None]
+    return [b for b in broken if b[0].wanted]
 
   def _deliver(self, now_s: float) -> None:
     for flight in [*self._flights]:

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts prefill and decode as processes of their own.
+
+It knows no study: a decode process runs the same ones as a single process.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from absl import logging
+
+from experiments import config, display, serving
+from experiments.options import Options, Role
+from lynx_jax import handshake
+from lynx_jax.config import ConfigError, EngineConfig
+from lynx_jax.prefill_server import PrefillServer
+from lynx_jax.remote_prefill import RemotePrefill
+from lynx_jax.transport import control, pull
+from lynx_jax.transport.receiver import Pace
+from lynx_jax.transport.streams import WireFormat
+
+_SERVING = 'prefill serves at '
+_DRAIN_S = 30.0
+_END_S = 5.0
+_LOOPBACK = '127.0.0.1'
+
+
+@dataclasses.dataclass(frozen=True)
+class Remote:
+  """Where prefill runs, as `serving` needs it.
+
+  Attributes:
+    dial: opens a control channel.
+    server: this process's transfer server; None where it cannot start.
+  """
+
+  dial: Callable[[], control.Channel]
+  server: object | None
+
+  def prefill(
+    self,
+    model: serving.Model,
+    scheme: config.Scheme,
+    engine: EngineConfig,
+    pace: Pace | None,
+  ) -> RemotePrefill:
+    """Opens a session for one engine."""
+    return RemotePrefill(
+      WireFormat(model.config, scheme.codec, engine),
+      _fingerprint(model),
+      serving.placement(model.decode),
+      dial=self.dial,
+      server=self.server,
+      pace=pace,
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _fingerprint(model: serving.Model) -> str:
+  return handshake.fingerprint(model.decode)
+
+
+def serve(
+  settings: config.Settings, options: Options, screen: display.Screen
+) -> None:
+  """Serves prefill for the study's schemes until it is told to end.
+
+  SIGTERM lets peers finish what they have asked for; Ctrl-C does not.
+
+  Raises:
+    ConfigError: the address cannot be bound, or model and schemes do not fit.
+  """
+  assert options.listen is not None
+  host, _ = _numeric(options.listen)
+  with screen.step(f'loading {settings.model_path}'):
+    model = serving.load(settings.model_path, settings.model_dtype)
+  longest = max(tokens for _, tokens in settings.prompts)
+  engine = dataclasses.replace(settings.engine, prompt_tokens=longest)
+  int8 = config.scheme('int8', settings.schemes[0].codec)  # sets the rates
+  codecs = dict.fromkeys(s.codec for s in (int8, *settings.schemes))
+  server = PrefillServer(
+    model.prefill,
+    [WireFormat(model.config, codec, engine) for codec in codecs],
+    listen=options.listen,
+    security=options.security(),
+    pull_host=host,
+  )
+  ends: queue.SimpleQueue[float] = queue.SimpleQueue()
+  signal.signal(signal.SIGTERM, lambda *_: ends.put(_DRAIN_S))
+  if options.ends_with_stdin:
+    threading.Thread(target=_watch_stdin, args=(ends,), daemon=True).start()
+  screen.note(f'{_SERVING}{host}:{server.port}')
+  sys.stdout.flush()
+  try:
+    server.drain(ends.get())
+  finally:
+    server.close()
+
+
+def _watch_stdin(ends: queue.SimpleQueue[float]) -> None:
+  sys.stdin.read()
+  ends.put(0.0)
+
+
+@contextlib.contextmanager
+def remote(
+  options: Options, argv: Sequence[str], screen: display.Screen
+) -> Iterator[Remote]:
+  """Yields where prefill runs; with `local` it is started, and ended after.
+
+  Args:
+    options: of this process, `decode` or `local`.
+    argv: the command line of this process.
+    screen: for what is worth telling.
+
+  Raises:
+    ConfigError: the prefill process did not start.
+  """
+  security = options.security()
+  with contextlib.ExitStack() as stack:
+    address = options.connect
+    if address is None:
+      with screen.step('starting the prefill process'):
+        address = stack.enter_context(_started(argv))
+    yield Remote(
+      lambda: control.ClientChannel(address, security),
+      _transfer_server(address),
+    )
+
+
+def _transfer_server(peer: str) -> object | None:
+  """Starts a transfer server on the interface that leads to the peer."""
+  host, port = _numeric(peer)
+  family = socket.AF_INET6 if ':' in host else socket.AF_INET
+  try:
+    with socket.socket(family, socket.SOCK_DGRAM) as route:
+      route.connect((host, port))  # sends nothing
+      return pull.start_server(route.getsockname()[0])
+  except Exception as error:  # whatever the system or the runtime says
+    logging.warning('no transfer server: %s; chunks go as bytes', error)
+    return None
+
+
+def _numeric(address: str) -> tuple[str, int]:
+  """Returns the numeric address and port of HOST:PORT.
+
+  Raises:
+    ConfigError: nobody knows the host.
+  """
+  host, _, port = address.rpartition(':')
+  try:
+    found = socket.getaddrinfo(host.strip('[]'), int(port))
+  except (OSError, ValueError) as error:
+    raise ConfigError(
+      f'{address!r} must be ADDRESS:PORT, for example 127.0.0.1:7000 ({error})'
+    ) from error
+  return str(found[0][4][0]), int(found[0][4][1])
+
+
+@contextlib.contextmanager
+def _started(argv: Sequence[str]) -> Iterator[str]:
+  """Runs the same command line as a prefill process; yields its address.
+
+  It ends with this process, however that ends: its standard input is a pipe
+  that the system closes.
+  """
+  # The last of two values holds.
+  own = [f'--role={Role.PREFILL}', f'--listen={_LOOPBACK}:0']
+  command = [sys.executable, '-m', 'experiments.main', *argv[1:], *own]
+  process = subprocess.Popen(
+    [*command, '--ends_with_stdin'],
+    cwd=pathlib.Path(__file__).parents[1],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+    start_new_session=True,  # Ctrl-C is for this process alone
+  )
+  assert process.stdin is not None
+  assert process.stdout is not None
+  try:
+    for line in process.stdout:
+      if line.startswith(_SERVING):
+        yield line.removeprefix(_SERVING).strip()
+        return
+    raise ConfigError(
+      f'the prefill process ended with code {process.wait()} before it served'
+    )
+  finally:
+    process.stdin.close()
+    try:
+      process.wait(timeout=_END_S)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
+    process.stdout.close()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roles of a process: flags, and processes that end with each other."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments import cli, results
+
+ROOT = pathlib.Path(__file__).parents[1]
+COMMAND = [sys.executable, '-m', 'experiments.main']
+SMALL = [
+  '--config=configs/tiny.py',
+  '--config.scheme=int8,lynx',
+  '--config.prompt_tokens=260',
+  '--config.output_tokens=4',
+  '--config.link.rate_gbps=0.1',
+  '--config.engine.chunk_bytes=1',  # a unit a chunk: few shapes to compile
+]
+# One worker: these tests and those of the transfer start many processes.
+pytestmark = pytest.mark.xdist_group('transfer')
+
+
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    (['--config.link.emulated=False'], 'emulated=False needs a --role'),
+    (['--role=both'], 'should be one of <prefill|decode|local>'),
+    (['--role=prefill'], '--role=prefill needs --listen=ADDRESS:PORT'),
+    (['--role=decode'], '--role=decode needs --connect=ADDRESS:PORT'),
+    (['--role=local', '--listen=127.0.0.1:0'], 'local takes no --listen'),
+    (['--listen=127.0.0.1:0'], '--listen needs a --role'),
+    (['--role=prefill', '--listen=7000'], "'7000' must be ADDRESS:PORT"),
+    (['--role=prefill', '--listen=0.0.0.0:0'], 'every interface'),
+    (['--role=local', '--key=/no/such'], "'/no/such': No such file"),
+    (['--role=decode', '--connect=127.0.0.1:1'], 'UNAVAILABLE'),
+  ],
+)
+def test_a_mistake_is_one_line(tmp_path, flags, message):
+  done = subprocess.run(
+    [*COMMAND, *SMALL, f'--workdir={tmp_path}', *flags],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode in (cli.USER_MISTAKE, cli.PEER_LOST)
+  lines = [x for x in done.stderr.splitlines() if x.startswith('error: ')]
+  assert len(lines) == 1
+  assert message in lines[0]
+  assert 'Traceback' not in done.stderr
+
+
+def _children(parent: int) -> list[int]:
+  """Returns the processes that a process has started."""
+  found = []
+  for task in pathlib.Path(f'/proc/{parent}/task').iterdir():
+    with contextlib.suppress(OSError):
+      found += map(int, (task / 'children').read_text().split())
+  return found
+
+
+def _lives(process: int) -> bool:
+  try:
+    state = pathlib.Path(f'/proc/{process}/stat').read_text().rpartition(')')[2]
+  except OSError:
+    return False
+  return state.split()[0] != 'Z'
+
+
+def _until(condition, within_s: float) -> None:
+  until_s = time.monotonic() + within_s
+  while not condition():
+    assert time.monotonic() < until_s, f'not within {within_s} s'
+    time.sleep(0.02)
+
+
+def _local(tmp_path) -> subprocess.Popen:
+  return subprocess.Popen(
+    [*COMMAND, *SMALL, f'--workdir={tmp_path}', '--role=local'],
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+  )
+
+
+def test_both_sides_on_this_machine(tmp_path):
+  process = _local(tmp_path)
+  out, err = process.communicate(timeout=280)
+  assert process.returncode == 0, err
+  assert 'starting the prefill process' in out
+  requests = [
+    r for r in results.read(tmp_path / results.FILE) if r['kind'] == 'request'
+  ]
+  assert {r['scheme'] for r in requests} == {'int8', 'lynx'}
+  for record in requests:
+    assert record['equal_to_reference'] in (True, None)
+    # Nothing beats the bound, whose clock and bytes come from two processes.
+    assert record['ttft_provisional_s'] > 0.99 * record['bound_ttft_s']
+  assert any(r['equal_to_reference'] for r in requests)
+
+
+@pytest.mark.parametrize('ending', [signal.SIGINT, signal.SIGKILL])
+def test_the_prefill_process_ends_with_its_parent(tmp_path, ending):
+  process = _local(tmp_path)
+  started = []
+
+  def serves() -> bool:
+    started[:] = _children(process.pid)
+    return bool(started)
+
+  _until(serves, within_s=60.0)
+  process.send_signal(ending)
+  _, err = process.communicate(timeout=60)
+  assert process.returncode == (130 if ending is signal.SIGINT else -ending)
+  if ending is signal.SIGINT:
+    assert err.endswith('interrupted; the records written so far are whole\n')
+  _until(lambda: not any(map(_lives, started)), within_s=30.0)
