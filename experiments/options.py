@@ -7,12 +7,14 @@ It starts nothing and imports no JAX: mistakes are told before that.
 import dataclasses
 import enum
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from lynx_jax.config import require
-from lynx_jax.transport import control
+
+if TYPE_CHECKING:  # one process alone needs no gRPC
+  from lynx_jax.transport import control
 
 
 class Role(enum.StrEnum):
@@ -57,14 +59,18 @@ class Options:
         + (f'needs --{name}=ADDRESS:PORT' if wanted else f'takes no --{name}'),
       )
     if self.listen is not None:
+      from lynx_jax.transport import control
+
       control.check_interface(self.listen)
 
-  def security(self) -> control.Security:
+  def security(self) -> 'control.Security':
     """Reads the files.
 
     Raises:
       OSError: one cannot be read.
     """
+    from lynx_jax.transport import control
+
     files = {
       name: pathlib.Path(path).read_bytes()
       for name in ('certificate', 'key', 'authority')

@@ -13,6 +13,7 @@ prefill and the cut of slices cost is not in these figures.
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -249,22 +250,23 @@ def send(case: Case) -> None:
 
   def on_peer(channel: control.ServerChannel) -> None:
     def announce(announcements: Sequence[Announcement]) -> None:
-      for one in announcements:
-        key = one.chunk.key
+      grouped = itertools.groupby(announcements, lambda a: a.chunk.request)
+      for request, group in grouped:
         channel.send(
           messages.Published(
-            request=key.request,
+            request=request,
             generation=0,
-            prompt_tokens=prompts[key.request],
-            epoch=one.epoch,
-            chunks=(
+            prompt_tokens=prompts[request],
+            epoch=0,
+            chunks=tuple(
               (
-                key.token_chunk,
-                key.sequence,
-                one.uuid,
-                one.chunk.bytes,
-                one.digests,
-              ),
+                a.chunk.key.token_chunk,
+                a.chunk.key.sequence,
+                a.uuid,
+                a.chunk.bytes,
+                a.digests,
+              )
+              for a in group
             ),
           )
         )

@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ class PrefillServer:
     self._lock = threading.Lock()  # guards the two below
     # One transfer server a peer at a time: a published array can only be taken
     # back together with all others of its server.
-    self._idle_servers: list = []
+    self._idle_servers: list[Any] = []
     self._sessions: dict[str, _Session] = {}
     self.draining = False
     self._server, self.port = control.serve(
@@ -169,7 +170,7 @@ class PrefillServer:
     with self._lock:
       self._idle_servers.append(server)
 
-  def _start_server(self, host: str):
+  def _start_server(self, host: str) -> Any | None:
     try:
       server = pull.start_server(host)
     except ConfigError:

@@ -4,12 +4,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lynx_jax.transport import digest
 
-WORDS = 1 << 18  # far enough apart for swaps that cancel in the linear sum
+WORDS = 1 << 18
 
 
 def _sums(*arrays) -> bytes:
@@ -44,12 +45,12 @@ def test_a_swap_of_two_words_is_seen(one, other):
 
 def test_a_swap_that_the_linear_sum_misses_is_seen():
   words = np.zeros(WORDS, np.uint16)
-  words[0] = 1 << 15
-  swapped = np.roll(words, 1 << 17)
+  words[1] = 1 << 15  # the top bit of 4 bytes
+  swapped = np.roll(words, 2)
   one, other = (
     np.frombuffer(_sums(_bfloat16(w)), '<u4') for w in (words, swapped)
   )
-  assert one[0] == other[0]  # 2 · 2^17 · 2^15 = 2^33
+  assert one[0] == other[0]  # 2 · 1 · 2^31 = 2^32
   assert one[1] != other[1]
 
 
@@ -68,8 +69,16 @@ def test_it_is_the_same_on_every_device_and_for_every_shape():
   assert len(found) == 1
 
 
+@pytest.mark.parametrize('size', [1, 2, 3, 5])
+def test_a_ragged_end_counts(size):
+  whole = np.arange(1, size + 1, dtype=np.uint8)
+  changed = whole.copy()
+  changed[-1] ^= 1
+  assert _sums(jnp.asarray(whole)) != _sums(jnp.asarray(changed))
+
+
 def test_it_is_what_the_docstring_says():
-  words = BASE[:100].astype(np.uint64)
-  place = np.arange(100, dtype=np.uint64)
+  words = BASE[:100].view('<u4').astype(np.uint64)
+  place = np.arange(50, dtype=np.uint64)
   linear = int(((2 * place + 1) * words).sum()) % 2**32
   assert np.frombuffer(_sums(_bfloat16(BASE[:100])), '<u4')[0] == linear

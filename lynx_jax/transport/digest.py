@@ -18,9 +18,9 @@ _GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: spreads consecutive positions
 
 
 def digest(arrays: tuple[Array | None, ...]) -> Array:
-  """Returns u32[2] over the words of all arrays, in their order.
+  """Returns u32[2] over the bytes of all arrays, in their order.
 
-  A word w_i is a byte of an 8-bit array or 16 bits of another one, and i
+  A word w_i is 4 bytes of an array, the last one filled up with zeros, and i
   counts over all arrays. With all arithmetic modulo 2^32, and f a bijective
   mix of bits (the finaliser of MurmurHash3):
 
@@ -29,7 +29,7 @@ def digest(arrays: tuple[Array | None, ...]) -> Array:
 
   Addition commutes exactly, so every device and tiling gives the same bits.
   Any change of one word changes d_0, since 2 i + 1 is odd; what leaves d_0 as
-  it was, like some swaps of words 2^16 or more apart, meets d_1.
+  it was, like a top bit that moves to another word, meets d_1.
   """
   return _DIGEST(arrays)
 
@@ -45,20 +45,30 @@ def texts(payloads: Sequence[Sequence[Array]]) -> list[bytes]:
 
 
 def _digest(arrays):
-  linear = mixed = jnp.zeros((), jnp.uint32)
+  total = (jnp.zeros((), jnp.uint32),) * 2
   start = 0
   for x in arrays:
     if x is None:
       continue
-    word = x
-    if x.dtype != jnp.uint8:
-      word = jax.lax.bitcast_convert_type(x, jnp.uint16)
-    word = word.reshape(-1).astype(jnp.uint32)
+    word = _words(x)
     place = jnp.arange(word.size, dtype=jnp.uint32) + np.uint32(start)
-    linear += jnp.sum((place * 2 + 1) * word, dtype=jnp.uint32)
-    mixed += jnp.sum(_mix(word + place * np.uint32(_GOLDEN)), dtype=jnp.uint32)
+    # One reduction of a pair: two would read the bytes twice.
+    pair = (place * 2 + 1) * word, _mix(word + place * np.uint32(_GOLDEN))
+    total = _add(total, jax.lax.reduce(pair, (np.uint32(0),) * 2, _add, (0,)))
     start += word.size
-  return jnp.stack([linear, mixed])
+  return jnp.stack(total)
+
+
+def _add(one, other):
+  return one[0] + other[0], one[1] + other[1]
+
+
+def _words(x):
+  count = 4 // x.dtype.itemsize
+  flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
+  if count > 1:
+    flat = flat.reshape(-1, count)
+  return jax.lax.bitcast_convert_type(flat, jnp.uint32)
 
 
 def _mix(x):

@@ -18,7 +18,6 @@ import secrets
 from typing import Any, Protocol
 
 import jax
-from jax.experimental import transfer
 
 from lynx_jax import config
 from lynx_jax.transport.links import Payload
@@ -71,8 +70,8 @@ class Link(Protocol):
     """Gives up all pulls."""
 
 
-def start_server(host: str) -> transfer.TransferServer:
-  """Starts a transfer server for the default backend.
+def start_server(host: str) -> Any:
+  """Starts a `TransferServer` for the default backend.
 
   Args:
     host: the numeric address of one private interface.
@@ -91,6 +90,8 @@ def start_server(host: str) -> transfer.TransferServer:
     not address.is_unspecified,
     f'{host} is every interface; the transfer server needs one of them',
   )
+  from jax.experimental import transfer  # not on every platform
+
   place = f'[{host}]:0' if address.version == 6 else f'{host}:0'
   return transfer.start_transfer_server(
     jax.local_devices()[0].client, place, [place], _COPIES, _TRANSFER_BYTES
@@ -100,7 +101,7 @@ def start_server(host: str) -> transfer.TransferServer:
 class PullSource:
   """Publishes arrays on a transfer server that serves this peer alone."""
 
-  def __init__(self, server: Any):  # typed without its private methods
+  def __init__(self, server: Any):
     self._server = server
 
   @property
@@ -122,9 +123,9 @@ class PullSource:
 class PullLink:
   """Pulls from a peer's transfer server over one connection."""
 
-  def __init__(self, server: transfer.TransferServer, address: str):
+  def __init__(self, server: Any, address: str):
     self._server, self._address = server, address
-    self._connection: Any = server.connect(address)
+    self._connection = server.connect(address)
 
   def pull(self, uuid: int, specs: Any) -> Pull:
     return _Pulled(self._connection.pull(uuid, specs))

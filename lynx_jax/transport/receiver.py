@@ -18,7 +18,9 @@ from lynx_jax.transport import digest, pull, streams
 from lynx_jax.transport.courier import Arrival
 from lynx_jax.transport.scheduler import Scheduler
 
-_POLL_S = 1e-3  # an array tells nobody that it is ready
+# An array tells nobody that it is ready: it is looked after this often, and
+# less often where a chunk takes longer than eight times that.
+_POLL_S, _LONGEST_POLL_S = 1e-3, 10e-3
 _LONGEST_WAIT_S = 60.0
 _SAMPLES = 16  # landings from which the rate is measured
 
@@ -134,8 +136,10 @@ class Receiver:
     self._recent: collections.deque[tuple[float, int]] = collections.deque(
       maxlen=_SAMPLES
     )
+    self._poll_s = _POLL_S
     self._moved_s = time.monotonic()  # when something last came
     self._asked_s = -math.inf  # virtual time never goes back
+    self._blocked = False  # the next chunk does not fit into the window
     self._poked = self._closed = False
     self._error: BaseException | None = None
     self.rtt_s = 0.0  # measured by whoever owns the control channel
@@ -226,6 +230,7 @@ class Receiver:
           ready_s=now_s + self.latency_s,
           deadline_s=request.deadline_s,
         )
+        self._blocked = False  # it may be an Anchor
       self._changed.notify_all()
 
   def cancel(self, request: int) -> None:
@@ -401,6 +406,7 @@ class Receiver:
 
   def _ask(self, now_s: float) -> None:
     """Asks for whatever may go now."""
+    self._blocked = False
     while self._link is not None:
       start_s = now_s
       if self._pace is not None:
@@ -409,6 +415,7 @@ class Receiver:
           return
       chunk = self._scheduler.next(start_s)
       if chunk is None:
+        self._blocked = True
         return
       self._asked_s = start_s
       uuid, digests = self._published.pop(chunk.key)
@@ -468,39 +475,27 @@ class Receiver:
       self._flights.remove(flight)
       self._leave(flight, now_s)
       self._freed.append(flight.uuid)
+      arrived_s = max(flight.seen_s, flight.ready_s)
+      if self._blocked:  # until now
+        self._asked_s = max(self._asked_s, arrived_s)
       self._measure(flight.chunk.bytes, now_s)
       request = self._requests.get(flight.chunk.request)
       if not flight.wanted or request is None:
         continue
       del request.missing[flight.chunk.key]
       self._arrivals.append(
-        Arrival(
-          flight.chunk,
-          flight.payload,
-          flight.start_s,
-          max(flight.seen_s, flight.ready_s),
-        )
+        Arrival(flight.chunk, flight.payload, flight.start_s, arrived_s)
       )
       self._changed.notify_all()
 
   def _pause_s(self, now_s: float) -> float:
     """Returns for how long there is nothing to do, if nobody notifies."""
     if any(f.payload is None for f in self._flights):
-      return _POLL_S
+      return self._poll_s
     due_s = [f.seen_s for f in self._flights]
-    chunk = self._scheduler.peek(now_s)
-    if self._link is not None and (chunk is None or self._fits(chunk)):
+    if self._link is not None and not self._blocked:
       due_s.append(self._ask_s())
     return min(min(due_s, default=math.inf) - now_s, _LONGEST_WAIT_S)
-
-  def _fits(self, chunk: streams.Chunk) -> bool:
-    outstanding = self._scheduler.outstanding_bytes(streams.Stream.RESIDUAL)
-    window = self._scheduler.residual_window_bytes
-    return (
-      chunk.stream is streams.Stream.ANCHOR
-      or not outstanding
-      or outstanding + chunk.bytes <= window
-    )
 
   def _measure(self, size_bytes: int, now_s: float) -> None:
     """Adapts the window to the rate at which chunks have come lately."""
@@ -509,6 +504,8 @@ class Receiver:
     if not self._flights:
       self._recent.clear()  # what comes next has waited for something else
     if rate_gbps is not None:
+      chunk_s = self._chunk_bytes * 8e-9 / rate_gbps
+      self._poll_s = min(max(_POLL_S, chunk_s / 8), _LONGEST_POLL_S)
       rtt_s = self.rtt_s + 2 * self.latency_s
       window = 2 * rate_gbps * 1e9 / 8 * rtt_s
       self._scheduler.residual_window_bytes = max(
