@@ -21,7 +21,7 @@ from flax import nnx
 
 from lynx_jax import handshake
 from lynx_jax.config import ConfigError, TensorCodec
-from lynx_jax.engine import Engine, Request, Result, State
+from lynx_jax.engine import Engine, Mode, Request, Result, State
 from lynx_jax.remote_prefill import (
   Patience,
   Policy,
@@ -119,7 +119,11 @@ def _engine(
 def _submit(engine: Engine, lengths=LENGTHS) -> list[int]:
   return [
     engine.submit(
-      Request(prompt=engines.prompt(n).tolist(), output_tokens=OUTPUTS)
+      Request(
+        prompt=engines.prompt(n).tolist(),
+        output_tokens=OUTPUTS,
+        mode=Mode.SERIAL,
+      )
     )
     for n in lengths
   ]
@@ -162,7 +166,11 @@ def test_output_equals_the_reference(
     assert tokens == references[200]
     keys = _submit(engine)
     doomed = engine.submit(
-      Request(prompt=engines.prompt(200).tolist(), output_tokens=OUTPUTS)
+      Request(
+        prompt=engines.prompt(200).tolist(),
+        output_tokens=OUTPUTS,
+        mode=Mode.SERIAL,
+      )
     )
     for _ in range(5):
       engine.step()
