@@ -196,12 +196,16 @@ def split_attention_tpu(
   )
 
   def buffers(packed):
-    def buffer(x):
-      per_group = x.shape[3] // k.groups
-      shape = (2, step_heads, buffer_groups * per_group, x.shape[4])
-      return pltpu.VMEM(shape, x.dtype)
+    def buffer(x, groups):
+      rows = groups * x.shape[3] // k.groups
+      return pltpu.VMEM((2, step_heads, rows, x.shape[4]), x.dtype)
 
-    return jax.tree.map(buffer, packed)
+    # A DMA fills whole tiles or whole buffers, so scales have no spare row.
+    return _Packed(
+      tuple(buffer(plane, buffer_groups) for plane in packed.planes),
+      buffer(packed.scale, step_groups),
+      buffer(packed.offset, step_groups),
+    )
 
   def per_slot(*shape):
     return pl.BlockSpec(
@@ -520,7 +524,9 @@ def _copies(scalars, hbm, scratch, first_head, step, *, start, groups, mixed):
       dma.start() if start else dma.wait()
 
     if scalars.pages is None or not is_plane:
-      part(slot, pl.multiple_of(block * size, size), size, 0)
+      # A whole capacity need not be whole tiles.
+      whole = size == source.shape[3]
+      part(slot, 0 if whole else pl.multiple_of(block * size, size), size, 0)
       return
 
     def page(i, _):
@@ -562,6 +568,9 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
       middle = jnp.where(group < full, middle, _middle(codec, 1))
     # The code byte is the code moved to the top of 8 bits.
     tables = scale * 2.0 ** (codec.bits - 8), offset + scale * middle
+    if size[0] % tile.pack:
+      spare = jnp.zeros((1, size[1]), jnp.float32)
+      tables = tuple(jnp.concatenate([x, spare], 0) for x in tables)
     if codec.axis is Axis.CHANNEL:
       tables = tuple(map(tile.channel_rows, tables, staging))
     return tables
