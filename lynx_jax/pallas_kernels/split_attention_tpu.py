@@ -15,6 +15,14 @@ How the work is laid out:
   are at most 4 query rows (or head dim is 64), one group otherwise; see
   `Tile`. Every row of every tile has its own maximum, so that weights far
   below a slot's maximum (all but an attention sink's) keep their 16 bits.
+* Many rows (a verification of 16 tokens x 4 heads is 64) are bound by issue,
+  not by bytes: on v5e at head dim 128 a group of a head takes 112 bundles, 69
+  would hide behind its bytes. Its 315 vector operations alone fill 79 bundles
+  of four slots, its 25 lane reductions 67; the three MXU products take a
+  quarter of their slots. Sums by way of the MXU instead of lane reductions
+  (169 bundles), of the keys' bias too (396), int8 operands for V (126) and
+  other runs, lags and head counts were no better: the MXU's results come in
+  order, and every tile waits for them. Compiled, not measured.
 * The grid runs over the (slot, block of tokens) pairs that hold tokens: ragged
   slots waste nothing. A block takes all its KV heads at once, in two phases:
   scores and weights of every tile, then their sums over V. The next block's
@@ -59,7 +67,8 @@ class BlockSizes:
     heads: KV heads; fewer where a cache has fewer.
     tiles_per_dot: tiles (see `Tile`) that share an MXU product; 2 fills the
       256 columns of v6e and tpu7x at head dim 64.
-    run: groups that are scored together, then summed; None is a step's all.
+    run: groups that are scored together, then summed; a multiple of the
+      tile's groups. None is a step's all.
     lag: runs scored before the first is summed; None is a step's all.
   """
 
@@ -77,9 +86,10 @@ class BlockSizes:
     wide = any(name in device_kind for name in ('v6', '7'))  # 256 x 256 MXU
     if query_rows > 8:
       # Tiles are many registers each: few at a time, or they spill.
-      return cls(
-        tokens=4096 if wide else 2048, heads=1, run=8 if wide else 4, lag=1
-      )
+      run = 8
+      if not wide and query_rows > 32:
+        run = {64: 2, 128: 4 if query_rows <= 48 else 3}.get(head_dim, 4)
+      return cls(heads=1, run=run, lag=1)
     return cls(tiles_per_dot=2 if wide and head_dim < LANES else 1)
 
   def __post_init__(self):
@@ -144,6 +154,8 @@ def split_attention_tpu(
     words.check_planes(name, read, head_dim, packed.group)
   tile = Tile.of(rows * per_head, head_dim)
   step_groups = words.groups_per_step(k.groups, blocks.tokens // GROUP)
+  if blocks.run is not None and blocks.run % tile.pack:
+    raise ValueError(f'run={blocks.run} must be a multiple of {tile.pack}')
   # An odd number is one step, whose last tile has a group that is never held.
   buffer_groups = -(-step_groups // tile.pack) * tile.pack
   step_heads = max(n for n in range(1, blocks.heads + 1) if kv_heads % n == 0)
