@@ -579,7 +579,10 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
     if full is not None:
       middle = jnp.where(group < full, middle, _middle(codec, 1))
     # The code byte is the code moved to the top of 8 bits.
-    tables = scale * 2.0 ** (codec.bits - 8), offset + scale * middle
+    tables: tuple[jax.Array, ...] = (
+      scale * 2.0 ** (codec.bits - 8),
+      offset + scale * middle,
+    )
     if size[0] % tile.pack:
       spare = jnp.zeros((1, size[1]), jnp.float32)
       tables = tuple(jnp.concatenate([x, spare], 0) for x in tables)
