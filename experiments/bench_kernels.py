@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times attention over the progressive cache against bf16 and the byte floor.
 
-  python -m experiments.bench_kernels                   # this device, minutes
-  python -m experiments.bench_kernels --generations v5e # compiler, no device
+  python -m experiments.bench_kernels                     # this device
+  python -m experiments.bench_kernels --generations v5e   # compiler, no device
+  python -m experiments.bench_kernels --measure --tokens 2048   # even a CPU
 
 On an accelerator all figures are *measured* (median and p90 of 20). Without
-one, the same table comes from the TPU compiler: bundles are *compiled*, times
-and ratios *projected* at the clock and rate that `calibrate.chip` gives.
+one, the same table comes from the TPU compiler (all of it takes about 10
+minutes): bundles are *compiled*, times and ratios *projected* at the clock and
+rate that `calibrate.chip` gives. "floor" is the time to read the format's bytes
+at the memory's rate, "over bf16" the ratio of the times to that of bfloat16.
 """
 
 import argparse
@@ -36,6 +39,7 @@ SHAPES = {
   'Gemma-3-4B': Shape(8, 4, 256),
 }
 TOKENS = (2048, 8192, 32768, 131072)
+BLOCK = 4096
 HEAD = (
   f'{"model":13} {"tokens":>7} {"planes":>8} {"us":>9} {"p90":>9} '
   f'{"floor":>8} {"over bf16":>9}'
@@ -57,15 +61,16 @@ def line(name, tokens, planes, us, p90, floor_us, ratio) -> str:
   )
 
 
-def measure() -> None:
+def measure(models: list[str], lengths: list[int]) -> None:
   """Prints the table of this device."""
   device = jax.devices()[0]
   known = calibrate.load(device.device_kind)
   rate = known['hbm_gbyte_s'] if known else calibrate.hbm_gbyte_s()
   print(f'{device.device_kind}: measured; floor at {rate:.0f} GB/s, measured')
   print(HEAD)
-  for name, shape in SHAPES.items():
-    for tokens in TOKENS if device.platform != 'cpu' else TOKENS[:2]:
+  for name in models:
+    shape = SHAPES[name]
+    for tokens in lengths:
       q, k, v = calibrate.operands(
         tokens=tokens,
         kv_heads=shape.kv_heads,
@@ -117,10 +122,10 @@ def _bf16_attention(q, k, v):
   )
 
 
-def project(generations: list[str]) -> None:
+def project(
+  generations: list[str], models: list[str], lengths: list[int]
+) -> None:
   """Prints the table of TPU generations from the compiler."""
-  from experiments import kernel_costs
-
   for generation in generations:
     chip, basis = calibrate.chip(generation)
     print(
@@ -128,30 +133,42 @@ def project(generations: list[str]) -> None:
       f'GHz and {chip.hbm_gbyte_s} GB/s ({basis})'
     )
     print(HEAD)
-    for name, shape in SHAPES.items():
-      costs = {
-        label: _seconds(kernel_costs, chip, generation, shape, kernel, bits)
+    for name in models:
+      for tokens in lengths:
+        bf16_s = None
         for label, kernel, bits in (
           ('bf16', 'attention_bf16', 16),
           ('anchor', 'attention_anchor', 4),
           ('both', 'attention_anchor_residual', 8),
-        )
-        if not (generation == 'v4' and bits < 16)
-      }
-      for tokens in TOKENS:
-        for label, seconds in costs.items():
-          time_s, floor_s = seconds(tokens)
-          ratio = costs['bf16'](tokens)[0] / time_s
+        ):
+          if generation == 'v4' and bits < 16:  # it multiplies no int8
+            continue
+          shape = SHAPES[name]
+          floor_s = floor_bytes(shape, tokens, bits) / chip.hbm_gbyte_s / 1e9
+          cycles = _issue_cycles(generation, shape, kernel, tokens)
+          time_s = max(cycles / chip.clock_ghz / 1e9, floor_s)
+          bf16_s = bf16_s or time_s
+          ratio = bf16_s / time_s
           print(
             line(name, tokens, label, time_s * 1e6, '-', floor_s * 1e6, ratio),
             flush=True,
           )
 
 
-def _seconds(kernel_costs, chip, generation, shape, kernel, bits):
-  # A step's bundles do not depend on how many steps there are.
-  block = 4096
-  heads = shape.kv_heads if bits < 16 else math.gcd(shape.kv_heads, 2)
+def _issue_cycles(generation, shape, kernel, tokens):
+  block = min(BLOCK, tokens)
+  heads = shape.kv_heads
+  if kernel == 'attention_bf16':
+    heads = math.gcd(heads, 2)
+  steps = math.ceil(tokens / block) * shape.kv_heads // heads
+  return steps * _bundles_per_step(generation, shape, kernel, block, heads)
+
+
+@functools.cache
+def _bundles_per_step(generation, shape, kernel, block, heads):
+  """Compiles a kernel; how many steps there are does not change a step."""
+  from experiments import kernel_costs
+
   cell = kernel_costs.Cell(
     kernel=kernel,
     generation=generation,
@@ -161,29 +178,56 @@ def _seconds(kernel_costs, chip, generation, shape, kernel, bits):
     block=block,
     block_heads=heads,
   )
-  per_step = kernel_costs.measure(cell)['bundles']
+  return kernel_costs.measure(cell)['bundles']
 
-  def seconds(tokens):
-    steps = math.ceil(tokens / block) * shape.kv_heads // heads
-    floor_s = floor_bytes(shape, tokens, bits) / chip.hbm_gbyte_s / 1e9
-    return max(steps * per_step / chip.clock_ghz / 1e9, floor_s), floor_s
 
-  return seconds
+def _list_of(kind, allowed):
+  def parse(text):
+    words = text.split(',')
+    for word in words:
+      if word not in map(str, allowed):
+        raise argparse.ArgumentTypeError(
+          f'{word!r} must be one of {", ".join(map(str, allowed))}'
+        )
+    return [kind(word) for word in words]
+
+  return parse
 
 
 def main(arguments=None) -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument(
-    '--generations',
-    help='compile for these TPU generations (v5e,v6e) instead of measuring',
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  chosen = parser.parse_args(arguments).generations
-  if chosen is None and jax.devices()[0].platform == 'cpu':
-    chosen = 'v4,v5e,v5p,v6e,tpu7x'
-  if chosen is None:
-    measure()
+  generations = list(dict.fromkeys(calibrate.GENERATIONS.values()))
+  parser.add_argument(
+    '--models',
+    type=_list_of(str, SHAPES),
+    default=list(SHAPES),
+    help=f'some of {",".join(SHAPES)}',
+  )
+  parser.add_argument(
+    '--tokens',
+    type=_list_of(int, TOKENS),
+    default=list(TOKENS),
+    help=f'some of {",".join(map(str, TOKENS))}',
+  )
+  which = parser.add_mutually_exclusive_group()
+  which.add_argument(
+    '--generations',
+    type=_list_of(str, generations),
+    help=f'compile for some of {",".join(generations)}; measure nothing',
+  )
+  which.add_argument(
+    '--measure',
+    action='store_true',
+    help='measure this device, though it is a CPU',
+  )
+  chosen = parser.parse_args(arguments)
+  compile_all = not chosen.measure and jax.default_backend() == 'cpu'
+  if chosen.generations or compile_all:
+    project(chosen.generations or generations, chosen.models, chosen.tokens)
   else:
-    project(chosen.split(','))
+    measure(chosen.models, chosen.tokens)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures a device, so that projected figures can become measured ones.
 
-  python -m experiments.calibrate        # under 10 minutes; on a TPU or GPU
+  python -m experiments.calibrate             # under 10 minutes; a TPU or GPU
+  python -m experiments.calibrate --dry-run   # any device, writes nothing
 
 writes `experiments/calibration/DEVICE.json`: memory and link rates and the
 times of the kernels (on a TPU also the clock that an issue-bound kernel shows).
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 from lynx_jax import codec as codec_lib
 from lynx_jax import pallas_kernels
 from lynx_jax.config import TensorCodec
+from lynx_jax.pallas_kernels import split_attention_tpu, split_kv_tpu
 
 FOLDER = pathlib.Path(__file__).with_name('calibration')
 PLANES = TensorCodec(planes=(4, 4))
@@ -73,9 +75,16 @@ def timed(
 
 def hbm_gbyte_s(size_bytes: int = 1 << 28) -> float:
   """Returns the rate of reading and writing one large array."""
+  # In place: a fresh result would cost a CPU its page faults.
+  add = jax.jit(lambda x: x + 1, donate_argnums=0)
   x = jnp.zeros(size_bytes // 4, jnp.float32)
-  add = jax.jit(lambda x: x + 1)
-  return 2 * size_bytes / timed(lambda: add(x)).median_s / 1e9
+
+  def call():
+    nonlocal x
+    x = add(x)
+    return x
+
+  return 2 * size_bytes / timed(call).median_s / 1e9
 
 
 def link_gbyte_s(size_bytes: int = 1 << 26) -> float:
@@ -151,7 +160,8 @@ def record() -> dict:
     'hbm_gbyte_s': hbm_gbyte_s(
       1 << 30 if device.platform != 'cpu' else 1 << 26
     ),
-    'link_gbyte_s': link_gbyte_s(),
+    # A CPU has no link to itself: JAX passes the same memory on.
+    'link_gbyte_s': link_gbyte_s() if device.platform != 'cpu' else None,
     'clock_ghz': None,
     'kernels': {name: dataclasses.asdict(t) for name, t in times.items()},
   }
@@ -167,6 +177,8 @@ def _clock(measured):
   """Returns issue cycles / time of the most issue-bound kernel of the table."""
   from experiments import kernel_costs
 
+  attention = split_attention_tpu.BlockSizes().tokens
+  ran = {'merge': split_kv_tpu.BlockSizes().tokens}
   best = None
   for cost in kernel_costs.load().values():
     timing = measured['kernels'].get(cost['kernel'])
@@ -174,6 +186,7 @@ def _clock(measured):
       timing is None
       or cost['generation'] != measured['generation']
       or (cost['head_dim'], cost['query_rows']) != (128, 4)
+      or cost['block'] != ran.get(cost['kernel'], attention)
       or cost['kernel'] == 'split'  # timed for K and V together
     ):
       continue
@@ -206,13 +219,27 @@ def chip(generation: str):
   return assumed, 'assumed'
 
 
-def main() -> None:
-  argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
-  result = record()
-  FOLDER.mkdir(exist_ok=True)
-  file = FOLDER / f'{result["device"].replace(" ", "_")}.json'
-  file.write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
-  print(json.dumps(result, indent=1))
+def main(arguments=None) -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    '--dry-run', action='store_true', help='print the record, write nothing'
+  )
+  dry_run = parser.parse_args(arguments).dry_run
+  device = jax.devices()[0]
+  if device.platform == 'cpu' and not dry_run:
+    parser.error(
+      'JAX sees only a CPU, and a record is for a TPU or GPU: install '
+      'jax[tpu] or jax[cuda12], or try the script with --dry-run'
+    )
+  text = json.dumps(record(), indent=1)
+  print(text)
+  if not dry_run:
+    FOLDER.mkdir(exist_ok=True)
+    file = FOLDER / f'{device.device_kind.replace(" ", "_")}.json'
+    file.write_text(text + '\n', encoding='utf-8')
+    print(f'wrote {file}')
 
 
 if __name__ == '__main__':

@@ -24,6 +24,7 @@ os.environ['LIBTPU_INIT_ARGS'] = ' '.join(
     os.environ.get('LIBTPU_INIT_ARGS', ''),
     f'--xla_jf_dump_to={_DUMP}',
     '--xla_jf_dump_llo_text=true',
+    '--xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra|utilization',
   )
 )
 
@@ -116,13 +117,15 @@ class ModuleReport:
   """Figures of one compiled module.
 
   Attributes:
-    kernels: its Pallas kernels, in order of compilation.
+    calls: of Pallas kernels, by name.
+    kernels: the different ones among them.
     temp_bytes: HBM the module allocates besides arguments and results.
     optimal_s: the compiler's own estimate for XLA fusions.
-    copies: HLO copies of at least 1 MiB, as 'dtype[shape] instruction'.
+    copies: those of at least 1 MiB that it makes, as 'dtype[shape] opcode'.
     hlo: the optimised module.
   """
 
+  calls: tuple[str, ...]
   kernels: tuple[KernelReport, ...]
   temp_bytes: int
   optimal_s: float
@@ -140,9 +143,9 @@ def compile_for(
 
   Args:
     generation: a key of `CHIPS`.
-    fn: what `jax.jit` takes.
+    fn: what `jax.jit` takes, or has returned.
     *args: pytrees of `jax.ShapeDtypeStruct`.
-    **jit_options: for `jax.jit`.
+    **jit_options: for `jax.jit`, if it is not jitted.
 
   Raises:
     Whatever the compiler raises.
@@ -156,11 +159,19 @@ def compile_for(
   )
   for file in _DUMP.iterdir():
     shutil.rmtree(file) if file.is_dir() else file.unlink()
-  traced = jax.jit(fn, **jit_options).trace(*placed)
-  compiled = traced.lower(lowering_platforms=('tpu',)).compile()
+  jitted = fn if hasattr(fn, 'trace') else jax.jit(fn, **jit_options)
+  compiled = jitted.trace(*placed).lower(lowering_platforms=('tpu',)).compile()
   hlo = compiled.as_text()
+  calls = tuple(
+    re.findall(
+      r'%(\S+) = [^\n]*custom-call\([^\n]*'
+      r'custom_call_target="tpu_custom_call"',
+      hlo,
+    )
+  )
   return ModuleReport(
-    kernels=tuple(_kernels(hlo)),
+    calls=calls,
+    kernels=tuple(_kernels(calls)),
     temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
     optimal_s=compiled.cost_analysis().get('optimal_seconds', 0.0),
     copies=tuple(large_copies(hlo)),
@@ -168,13 +179,12 @@ def compile_for(
   )
 
 
-def _kernels(hlo):
-  names = re.findall(
-    r'%(\S+) = [^\n]*custom-call\([^\n]*custom_call_target="tpu_custom_call"',
-    hlo,
-  )
-  memory = _vmem_report()
-  for name in names:
+def _kernels(calls):
+  memory = _vmem_report() if calls else {}
+  for name in calls:
+    # Calls with equal bodies are compiled, and listed, once.
+    if not list(_DUMP.glob(f'*-{name}-*-packed-bundles-post-ra.txt')):
+      continue
     capacity, slots = _slots(
       _one(f'*-{name}-*-final_hlo-static-per-bundle-utilization.txt')
     )
@@ -198,7 +208,13 @@ def _window_bytes(allocation):
 
 def _one(pattern):
   # A kernel compiled twice in one module leaves two identical listings.
-  return sorted(_DUMP.glob(pattern))[-1].read_text(errors='replace')
+  files = sorted(_DUMP.glob(pattern))
+  if not files:
+    raise RuntimeError(
+      f'the compiler left no {pattern}: libtpu was in use before '
+      f'{__name__} was imported; set JAX_PLATFORMS=cpu'
+    )
+  return files[-1].read_text(errors='replace')
 
 
 def bundles_by_depth(listing: str) -> tuple[int, ...]:
@@ -237,15 +253,47 @@ def _vmem_report():
 
 
 _BYTES = {'bf16': 2, 'f32': 4, 's32': 4, 'u32': 4, 's4': 0.5, 'u4': 0.5}
+# They name an array that exists already.
+_NAMING = ('parameter', 'get-tuple-element', 'tuple', 'bitcast', 'while')
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+  """An array that an instruction of a module makes, outside of fusions.
+
+  Inside a fusion a copy is only an order of reading.
+  """
+
+  opcode: str
+  dtype: str
+  shape: tuple[int, ...]
+
+  @property
+  def size_bytes(self) -> int:
+    return int(_BYTES.get(self.dtype, 1) * math.prod(self.shape))
+
+  def __str__(self) -> str:
+    return f'{self.dtype}{list(self.shape)} {self.opcode}'
+
+
+def made(hlo: str) -> collections.abc.Iterator[Made]:
+  """Yields what a module's instructions make; of a tuple its first array."""
+  fused = set(re.findall(r'fusion\(.*?calls=%?([\w.-]+)', hlo))
+  for computation in re.split(r'\n(?=%|ENTRY )', hlo):
+    header = re.match(r'%([\w.-]+) ', computation)
+    if header and header[1] in fused:
+      continue
+    for dtype, shape, opcode in re.findall(
+      r' = \(*(\w+)\[([\d,]*)\].*? ([a-z][a-z-]*)\(', computation
+    ):
+      if opcode not in _NAMING:
+        yield Made(opcode, dtype, tuple(int(n) for n in shape.split(',') if n))
 
 
 def large_copies(hlo: str, minimum: int = _MIB) -> list[str]:
-  """Returns the HLO copies of at least `minimum` bytes."""
-  found = []
-  for dtype, shape, text in re.findall(
-    r'= (\w+)\[([\d,]+)\]\S* (copy\([^\n]*)', hlo
-  ):
-    size = _BYTES.get(dtype, 1) * math.prod(map(int, shape.split(',')))
-    if size >= minimum:
-      found.append(f'{dtype}[{shape}] {text[:60]}')
-  return found
+  """Returns the copies of at least `minimum` bytes that a module makes."""
+  return [
+    str(array)
+    for array in made(hlo)
+    if array.opcode.startswith('copy') and array.size_bytes >= minimum
+  ]

@@ -193,7 +193,7 @@ def encode(
   # A token that is all sink has no statistics of its own.
   low = jnp.where(jnp.isinf(low), 0.0, low)
   high = jnp.where(jnp.isinf(high), 0.0, high)
-  offset = _round_bfloat16(low, up=False)
+  offset = round_bfloat16(low, up=False)
   scale = scale_of(offset, high, codec.bits)
 
   # Halves, because the range of two finite bfloat16 can exceed float32.
@@ -217,7 +217,7 @@ def scale_of(
   products in `dequantise` would be flushed to zero, or not, as fused.
   """
   steps = (0.5 * high - 0.5 * low) * (2.0 / (2**bits - 1))
-  scale = _round_bfloat16(jnp.minimum(steps, _BFLOAT16_MAX), up=True)
+  scale = round_bfloat16(jnp.minimum(steps, _BFLOAT16_MAX), up=True)
   return jnp.where(scale < 4 * _FLOAT32_TINY, 0.0, scale)
 
 
@@ -329,7 +329,7 @@ def _hadamard(size: int) -> np.ndarray:
   return matrix / np.float32(np.sqrt(size))
 
 
-def _round_bfloat16(
+def round_bfloat16(
   x: Float32[Array, '*s'], *, up: bool
 ) -> Float32[Array, '*s']:
   """Rounds float32 to a bfloat16 value not below (`up`) or above `x`.

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import (
   CodecConfig,
@@ -27,8 +26,9 @@ from lynx_jax.config import (
 )
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Layer, Transformer
+from lynx_jax.pallas_kernels import chunk_attention, split_kv
 from lynx_jax.programs import fetch, program
-from lynx_jax.shapes import Array, BFloat16, Bool, Float, Float32, Int32
+from lynx_jax.shapes import Array, BFloat16, Bool, Float, Int32
 
 
 class NonFiniteError(ConfigError):
@@ -64,6 +64,8 @@ def prefill_layers(
   kv: DenseKV,
   offset: Int32[Array, ''],
   count: Int32[Array, ''],
+  *,
+  implementation: str | None = None,
 ) -> tuple[Float[Array, '1 C D'], DenseKV, Bool[Array, 'L 2']]:
   """Runs one layer group over a token chunk.
 
@@ -73,6 +75,7 @@ def prefill_layers(
     kv: of the tokens before the chunk.
     offset: position of the chunk's first token, a multiple of C.
     count: valid tokens, 1..C.
+    implementation: of `chunk_attention`.
 
   Returns:
     The residual stream; the KV with the chunk's in it; and whether K and V of
@@ -92,70 +95,18 @@ def prefill_layers(
       finite.append(
         jnp.stack([jnp.all(jnp.isfinite(x) | padding) for x in (k, v)])
       )
-      out = chunk_attention(q, kv.k, kv.v, layer=index, offset=offset)
+      out = chunk_attention(
+        q,
+        kv.k,
+        kv.v,
+        layer=index,
+        offset=offset,
+        implementation=implementation,
+      )
       return out.astype(q.dtype), kv
 
     h, kv = layer(h, offset + row[None], attend)
   return h, kv, jnp.stack(finite)
-
-
-def chunk_attention(
-  q: Float[Array, '1 C N H'],
-  k: BFloat16[Array, 'L S K H'],
-  v: BFloat16[Array, 'L S K H'],
-  *,
-  layer: int,
-  offset: Int32[Array, ''],
-) -> Float32[Array, '1 C N H']:
-  """Attends causally to all tokens up to each row's own position.
-
-  Keys are taken in blocks of C, with a running maximum and sum
-  (arXiv:2112.05682, algorithm in §2).
-
-  Args:
-    q: queries of the chunk, RoPE applied.
-    k, v: of the layer group, the chunk's own tokens included.
-    layer: which layer of the group.
-    offset: position of the chunk's first token, a multiple of C.
-  """
-  _, size, heads, head_dim = q.shape
-  kv_heads = k.shape[2]
-  # One product a KV head: its G · C query rows against a block of keys.
-  q = q[0].astype(jnp.float32) * np.float32(head_dim**-0.5)
-  q = jnp.moveaxis(q.reshape(size, kv_heads, -1, head_dim), 0, 2)
-  q = q.reshape(kv_heads, -1, head_dim)  # K GC H
-
-  def load(x, j):
-    at = (layer, j * size, 0, 0)
-    block = jax.lax.dynamic_slice(x, at, (1, size, kv_heads, head_dim))[0]
-    return jnp.swapaxes(block.astype(jnp.float32), 0, 1)  # K S H
-
-  def step(j, carry, mask=None):
-    top, total, out = carry
-    scores = jnp.einsum('krh,ksh->krs', q, load(k, j))
-    if mask is not None:
-      scores = jnp.where(mask, scores, -jnp.inf)
-    new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-    weights = jnp.exp(scores - new_top[..., None])
-    shrink = jnp.exp(top - new_top)
-    total = total * shrink + jnp.sum(weights, axis=-1)
-    fresh = jnp.einsum('krs,ksh->krh', weights, load(v, j))
-    return new_top, total, out * shrink[..., None] + fresh
-
-  # The chunk's own block comes first: it alone is masked, and it leaves a
-  # finite maximum in every row. All earlier blocks are seen whole.
-  own = offset // size
-  causal = jnp.tril(jnp.ones((size, size), bool))
-  causal = jnp.tile(causal, (heads // kv_heads, 1))[None]
-  nothing = (
-    jnp.full(q.shape[:2], -jnp.inf, jnp.float32),
-    jnp.zeros(q.shape[:2], jnp.float32),
-    jnp.zeros(q.shape, jnp.float32),
-  )
-  carry = step(own, nothing, causal)
-  _, total, out = jax.lax.fori_loop(0, own, step, carry)
-  out = (out / total[..., None]).reshape(kv_heads, -1, size, head_dim)
-  return jnp.moveaxis(out, 2, 0).reshape(1, size, heads, head_dim)
 
 
 def split_chunk(
@@ -167,20 +118,26 @@ def split_chunk(
   group: int,
   sinks: int,
   size: int,
+  implementation: str | None = None,
 ) -> SplitKV:
   """Splits the tokens [offset, offset + size) of a layer group."""
 
-  def one(x, codec):
-    x = jax.lax.dynamic_slice_in_dim(x, offset, size, axis=1)
-    if not codec.planes:
-      return x
-    left = jnp.where(offset == 0, sinks, 0).astype(jnp.int32)
-    return codec_lib.split(x, codec, group=group, sinks=left)
+  def part(x, count):
+    return jax.lax.dynamic_slice_in_dim(x, offset, count, axis=1)
 
-  def first(x):
-    return jax.lax.dynamic_slice_in_dim(x, offset, sinks, axis=1)
-
-  return SplitKV(one(kv.k, k), one(kv.v, v), DenseKV(first(kv.k), first(kv.v)))
+  first = DenseKV(part(kv.k, sinks), part(kv.v, sinks))
+  dense = part(kv.k, size), part(kv.v, size)
+  if not k.planes:  # nor has v
+    return SplitKV(*dense, first)
+  packed = split_kv(
+    *dense,
+    k_codec=k,
+    v_codec=v,
+    group=group,
+    sinks=jnp.where(offset == 0, sinks, 0).astype(jnp.int32),
+    implementation=implementation,
+  )
+  return SplitKV(*packed, first)
 
 
 @dataclasses.dataclass(eq=False)
@@ -219,7 +176,9 @@ class Prefill:
     self._codec, self._engine = codec, engine
     graphs, self._params = cached.split(model)
     self._ranges = layer_ranges(model.config, engine)
-    self._embed, self._layers, self._head = _programs(graphs)
+    self._embed, self._layers, self._head = _programs(
+      graphs, engine.implementation
+    )
 
   def chunks(self, prompt: np.ndarray) -> Iterator[Prompt]:
     """Yields the growing `Prompt` each time a token chunk was computed.
@@ -266,6 +225,7 @@ class Prefill:
         self._codec.group,
         self._codec.sinks,
         self._engine.token_chunk,
+        self._engine.implementation,
       )(kv, offset)
       for (start, _), kv in zip(self._ranges, prompt.kv, strict=True)
     ]
@@ -288,14 +248,21 @@ class Prefill:
 
 
 @functools.cache
-def _programs(graphs: cached.Graphs):
+def _programs(graphs: cached.Graphs, implementation: str | None):
   """Makes the jitted functions; engines of one model share them."""
 
   def embed(params, tokens):
     return nnx.merge(graphs.model, params).embed(tokens)
 
   def layers(params, h, kv, offset, count):
-    return prefill_layers(graphs.layers(params), h, kv, offset, count)
+    return prefill_layers(
+      graphs.layers(params),
+      h,
+      kv,
+      offset,
+      count,
+      implementation=implementation,
+    )
 
   def head(params, h, row):
     last = jax.lax.dynamic_slice_in_dim(h, row, 1, axis=1)
@@ -310,11 +277,22 @@ def _programs(graphs: cached.Graphs):
 
 @functools.cache
 def _split_program(
-  k: TensorCodec, v: TensorCodec, group: int, sinks: int, size: int
+  k: TensorCodec,
+  v: TensorCodec,
+  group: int,
+  sinks: int,
+  size: int,
+  implementation: str | None,
 ):
   return program(
     functools.partial(
-      split_chunk, k=k, v=v, group=group, sinks=sinks, size=size
+      split_chunk,
+      k=k,
+      v=v,
+      group=group,
+      sinks=sinks,
+      size=size,
+      implementation=implementation,
     ),
     name='split',
   )

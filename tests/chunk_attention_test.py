@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wrapped prefill kernel agrees with the plain one at any offset."""
+"""The wrapped prefill kernel agrees with the plain one, and prefill runs it."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from lynx_jax.pallas_kernels import Unsupported
+from lynx_jax.config import CodecConfig, EngineConfig
+from lynx_jax.models import presets
+from lynx_jax.models.transformer import Transformer
+from lynx_jax.pallas_kernels import Unsupported, chunk_attention, dispatch
 from lynx_jax.pallas_kernels.chunk_attention_tpu import chunk_attention_tpu
-from lynx_jax.prefill import chunk_attention
+from lynx_jax.prefill import Prefill
 
 
 def random(shape, seed):
@@ -36,3 +40,33 @@ def test_a_chunk_that_is_no_multiple_of_128_is_refused():
   x = random((1, 100, 1, 64), 0)
   with pytest.raises(Unsupported, match='100 tokens: must be a multiple'):
     chunk_attention_tpu(x, x, x, layer=0, offset=jnp.int32(0))
+
+
+def test_prefill_and_split_run_as_the_config_says():
+  config = presets.tiny(layers=2, heads=2, kv_heads=1, dtype='bfloat16')
+  model = Transformer(config, rngs=nnx.Rngs(0))
+  prompt = np.random.default_rng(0).integers(256, size=200)
+  implementations = (dispatch.XLA, dispatch.PALLAS_TPU_INTERPRET)
+  states = []
+  with dispatch.record() as choices:
+    for implementation in implementations:
+      engine = EngineConfig(
+        prompt_tokens=256,
+        token_chunk=128,
+        layer_groups=1,
+        implementation=implementation,
+      )
+      prefill = Prefill(model, CodecConfig(), engine)
+      *_, state = prefill.chunks(prompt)
+      kv = np.asarray(state.kv[0].v[1, :200], np.float32)
+      if states:
+        # One layer's error: bfloat16 queries, weights and activations.
+        np.testing.assert_allclose(kv, states[0][0], atol=0.05)
+        state.kv = states[0][1].kv
+      prefill.split(state, 0)
+      states.append((kv, state))
+  splits = [state.split for _, state in states]
+  jax.tree.map(np.testing.assert_array_equal, *splits)
+  assert {(c.op, c.implementation) for c in choices} == {
+    (op, i) for op in ('chunk_attention', 'split_kv') for i in implementations
+  }

@@ -3,9 +3,15 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from experiments import kernel_costs, tpu_compiler
+from lynx_jax import codec as codec_lib
+from lynx_jax import pallas_kernels
+from lynx_jax.config import Axis, Rotation, TensorCodec
+from lynx_jax.pallas_kernels import dispatch
 from tests.kernel_matrix import CI_CELLS
 
 pytestmark = pytest.mark.xdist_group('libtpu')
@@ -62,6 +68,86 @@ def test_the_reader_counts_what_a_listing_holds():
 
 def test_large_copies_are_found():
   hlo = (
-    '%a = bf16[2,1024,1024]{2,1,0} copy(%b)\n%c = bf16[8,128]{1,0} copy(%d)\n'
+    '%fused (p: u8[1048576]) -> u8[1048576] {\n'
+    '  ROOT %f = u8[1048576]{0:T(1024)(4,1)} copy(%p)\n'
+    '}\n'
+    'ENTRY %main (p: u8[1048576]) -> u8[1048576] {\n'
+    '  %p = u8[1048576]{0} parameter(0)\n'
+    '  %a = bf16[2,1024,1024]{2,1,0:T(8,128)(2,1)S(1)} copy(%b), metadata={}\n'
+    '  %c = bf16[8,128]{1,0} copy(%d)\n'
+    '  %e = (u8[2097152]{0:T(1024)S(1)}, u8[2097152]{0}) copy-start(%x)\n'
+    '  %g = u8[1048576]{0} fusion(%p), kind=kLoop, calls=%fused, metadata={}\n'
+    '}\n'
   )
-  assert tpu_compiler.large_copies(hlo) == ['bf16[2,1024,1024] copy(%b)']
+  assert tpu_compiler.large_copies(hlo) == [
+    'bf16[2, 1024, 1024] copy',
+    'u8[2097152] copy-start',
+  ]
+  assert [m.opcode for m in tpu_compiler.made(hlo)][-1] == 'fusion'
+
+
+PLANES, TOKEN = kernel_costs.PLANES, TensorCodec(axis=Axis.TOKEN)
+ROTATED = TensorCodec(rotation=Rotation.HADAMARD)
+THREE = TensorCodec(planes=(2, 2, 4))
+LENGTHS = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+
+def packed(codec, *, head_dim, groups):
+  return jax.eval_shape(
+    lambda: codec_lib.empty(
+      (2, 2),
+      kv_heads=1,
+      groups=groups,
+      group=kernel_costs.GROUP,
+      head_dim=head_dim,
+      codec=codec,
+    )
+  )
+
+
+@pytest.mark.parametrize(
+  ('generation', 'head_dim', 'groups', 'rows', 'k', 'v', 'options'),
+  [
+    ('v5e', 64, 15, 1, PLANES, PLANES, {'residual_tokens'}),
+    ('v6e', 128, 15, 1, PLANES, PLANES, {'residual_tokens', 'block_table'}),
+    ('v5p', 128, 8, 32, TOKEN, TOKEN, {'first_tokens', 'block_table'}),
+    ('tpu7x', 64, 8, 1, ROTATED, TOKEN, {'first_tokens', 'residual_tokens'}),
+    ('v5e', 256, 8, 1, THREE, PLANES, {'first_tokens', 'block_table'}),
+  ],
+)
+def test_every_option_compiles(
+  generation, head_dim, groups, rows, k, v, options
+):
+  """Odd capacities, 128 rows, other codecs, windows, tables, a soft cap."""
+  k, v = (packed(codec, head_dim=head_dim, groups=groups) for codec in (k, v))
+  arguments = {
+    'residual_tokens': LENGTHS,
+    'first_tokens': jax.ShapeDtypeStruct((2, rows), jnp.int32),
+    'block_table': jax.ShapeDtypeStruct((2, groups), jnp.int32),
+  }
+  q = jax.ShapeDtypeStruct((2, rows, 4, head_dim), jnp.float32)
+
+  def attention(q, k, v, tokens, options):
+    return pallas_kernels.split_attention(
+      q,
+      k,
+      v,
+      layer=1,
+      prefix_tokens=tokens,
+      logits_scale=1.0,
+      soft_cap=30.0,
+      implementation=dispatch.PALLAS_TPU,
+      **options,
+    )
+
+  report = tpu_compiler.compile_for(
+    generation,
+    attention,
+    q,
+    k,
+    v,
+    LENGTHS,
+    {name: arguments[name] for name in options},
+  )
+  assert len(report.calls) == 1
+  assert not report.copies

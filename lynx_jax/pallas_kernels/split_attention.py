@@ -37,9 +37,12 @@ def split_attention(
   residual_tokens: Int32[Array, 'B'] | None = None,
   sinks: int = 0,
   logits_scale: float,
+  soft_cap: float | None = None,
+  first_tokens: Int32[Array, 'B T'] | None = None,
+  block_table: Int32[Array, 'B n'] | None = None,
   implementation: str | None = None,
 ) -> tuple[Float32[Array, 'B T N H'], Float32[Array, 'B T N']]:
-  """Attends every query row to the whole valid prefix of its slot.
+  """Attends every query row to the valid prefix of its slot.
 
   Args:
     q: queries, RoPE applied; all of them come later than the prefix.
@@ -52,22 +55,42 @@ def split_attention(
       the others with the Anchor only; `None` reads all planes everywhere.
     sinks: tokens at the start that live in another segment and are masked.
     logits_scale: multiplies q · k.
+    soft_cap: bounds logits to soft_cap * tanh(logit / soft_cap), as in
+      Gemma 2; must be positive.
+    first_tokens: the first position that a query row sees; `None` is 0. A
+      sliding window of w tokens is max(0, position - w + 1). The TPU kernel
+      reads no block below the least of a slot.
+    block_table: n = S/Q entries a slot: group g of slot b lies where group
+      e % n of slot e // n is stored, e = block_table[b, g]. Slots can share
+      groups so. `None` is the identity, e = b * n + g; entries of groups at or
+      above `prefix_tokens` may hold anything.
     implementation: see `dispatch.run`.
 
   Returns:
     The normalised output, and the log of the sum of exponentiated logits
-    (natural logarithm), by which segments are merged. An empty prefix gives
-    0 and -inf.
+    (natural logarithm), by which segments are merged. A row that sees nothing
+    gives 0 and -inf.
 
   Raises:
     Unsupported: `implementation` was named and cannot serve the case.
+    ValueError: an argument that no implementation could serve.
   """
+  if soft_cap is not None and soft_cap <= 0:
+    raise ValueError(f'soft_cap={soft_cap} must be positive, or None')
+  if block_table is not None and block_table.shape[1] != k.groups:
+    raise ValueError(
+      f'block_table holds {block_table.shape[1]} groups a slot; must be the '
+      f'{k.groups} of k'
+    )
   arguments: dict[str, Any] = {
     'layer': layer,
     'prefix_tokens': prefix_tokens,
     'residual_tokens': residual_tokens,
     'sinks': sinks,
     'logits_scale': logits_scale,
+    'soft_cap': soft_cap,
+    'first_tokens': first_tokens,
+    'block_table': block_table,
   }
 
   def tpu(interpret):
@@ -92,14 +115,23 @@ def split_attention_xla(
   *,
   layer: int | Int32[Array, ''],
   prefix_tokens: Int32[Array, 'B'],
-  residual_tokens: Int32[Array, 'B'] | None,
-  sinks: int,
+  residual_tokens: Int32[Array, 'B'] | None = None,
+  sinks: int = 0,
   logits_scale: float,
+  soft_cap: float | None = None,
+  first_tokens: Int32[Array, 'B T'] | None = None,
+  block_table: Int32[Array, 'B n'] | None = None,
 ) -> tuple[Float32[Array, 'B T N H'], Float32[Array, 'B T N']]:
   """The meaning of `split_attention`, in plain XLA."""
   batch, rows, heads, head_dim = q.shape
   kv_heads, groups, group = k.scale.shape[2], k.groups, k.group
   k, v = (jax.tree.map(lambda x: x[layer], packed) for packed in (k, v))
+  if block_table is not None:
+    page = page_numbers(block_table)
+    k, v = (
+      jax.tree.map(lambda x: gather_groups(x, page), packed)
+      for packed in (k, v)
+    )
 
   start = jnp.arange(groups, dtype=jnp.int32) * group
   held = start[None] < prefix_tokens[:, None]  # B n
@@ -107,7 +139,10 @@ def split_attention_xla(
   if residual_tokens is not None:
     full = start[None] + group <= residual_tokens[:, None]
   token = start[:, None] + jnp.arange(group, dtype=jnp.int32)[None]
-  valid = held[:, :, None] & (token >= sinks)[None]  # B n Q
+  valid = (held[:, :, None] & (token >= sinks)[None])[:, :, None]  # B n 1 Q
+  if first_tokens is not None:
+    seen = token[None, :, None] >= first_tokens[:, None, :, None]  # B n T Q
+    valid = valid & jnp.repeat(seen, heads // kv_heads, axis=2)
 
   q = q.reshape(batch, rows, kv_heads, -1, head_dim) * np.float32(logits_scale)
   q = jnp.moveaxis(q, 1, 2).reshape(batch, kv_heads, -1, head_dim)  # B K TG H
@@ -122,10 +157,12 @@ def split_attention_xla(
     q[:, :, None], (batch, kv_heads, groups, q.shape[2], head_dim)
   )
   scores = jnp.einsum('bknrh,bknht->bknrt', q, keys)
-  scores = jnp.where(valid[:, None, :, None], scores, -jnp.inf)
+  if soft_cap is not None:
+    scores = np.float32(soft_cap) * jnp.tanh(scores / np.float32(soft_cap))
+  scores = jnp.where(valid[:, None], scores, -jnp.inf)
 
   top = jnp.max(scores, axis=(2, 4), keepdims=True)
-  top = jnp.where(top == -jnp.inf, 0.0, top)  # an empty prefix
+  top = jnp.where(top == -jnp.inf, 0.0, top)  # it sees nothing
   weights = jnp.exp(scores - top)
   total = jnp.sum(weights, axis=(2, 4))  # B K TG
   out = jnp.einsum('bknht,bknrt->bknhr', values, weights)
@@ -140,6 +177,20 @@ def split_attention_xla(
     return jnp.moveaxis(x, 2, 1).reshape(batch, rows, heads, *x.shape[4:])
 
   return rows_first(out), rows_first(lse)
+
+
+def page_numbers(block_table: Int32[Array, 'B n']) -> Int32[Array, 'B n']:
+  """Returns the table with entries that name no group (unread) clipped."""
+  return jnp.clip(block_table, 0, block_table.size - 1).astype(jnp.int32)
+
+
+def gather_groups(x: Array, page: Int32[Array, 'B n']) -> Array:
+  """Puts the groups of a plane or scale [B, K, n * R, E] in a slot's order."""
+  batch, kv_heads, rows, width = x.shape
+  groups = page.shape[1]
+  x = x.reshape(batch, kv_heads, groups, rows // groups, width)
+  x = jnp.moveaxis(x, 2, 1).reshape(-1, kv_heads, rows // groups, width)
+  return jnp.moveaxis(x[page], 2, 1).reshape(batch, kv_heads, rows, width)
 
 
 def _values(packed, held, full):

@@ -15,6 +15,14 @@ How the work is laid out:
   are at most 4 query rows (or head dim is 64), one group otherwise; see
   `Tile`. Every row of every tile has its own maximum, so that weights far
   below a slot's maximum (all but an attention sink's) keep their 16 bits.
+* Many rows (a verification of 16 tokens x 4 heads is 64) are bound by issue,
+  not by bytes: on v5e at head dim 128 a group of a head takes 112 bundles, 69
+  would hide behind its bytes. Its 315 vector operations alone fill 79 bundles
+  of four slots, its 25 lane reductions 67; the three MXU products take a
+  quarter of their slots. Sums by way of the MXU instead of lane reductions
+  (169 bundles), of the keys' bias too (396), int8 operands for V (126) and
+  other runs, lags and head counts were no better: the MXU's results come in
+  order, and every tile waits for them. Compiled, not measured.
 * The grid runs over the (slot, block of tokens) pairs that hold tokens: ragged
   slots waste nothing. A block takes all its KV heads at once, in two phases:
   scores and weights of every tile, then their sums over V. The next block's
@@ -37,8 +45,12 @@ from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import Axis, Rotation, TensorCodec
 from lynx_jax.pallas_kernels import tiles, words
+from lynx_jax.pallas_kernels.dispatch import Unsupported
+from lynx_jax.pallas_kernels.split_attention import gather_groups, page_numbers
 from lynx_jax.pallas_kernels.tiles import GROUP, LANES, LIMIT, Tile
 
+# Most query rows a KV head: what compiles within every generation's VMEM.
+MOST_ROWS = 128
 # Stands for -inf: exp2 of a difference of two of them is 1, not NaN.
 _MASKED = -1e30
 # The compiler's default, 16 MiB on some generations, is a quarter of the least
@@ -55,7 +67,8 @@ class BlockSizes:
     heads: KV heads; fewer where a cache has fewer.
     tiles_per_dot: tiles (see `Tile`) that share an MXU product; 2 fills the
       256 columns of v6e and tpu7x at head dim 64.
-    run: groups that are scored together, then summed; None is a step's all.
+    run: groups that are scored together, then summed; a multiple of the
+      tile's groups. None is a step's all.
     lag: runs scored before the first is summed; None is a step's all.
   """
 
@@ -73,9 +86,10 @@ class BlockSizes:
     wide = any(name in device_kind for name in ('v6', '7'))  # 256 x 256 MXU
     if query_rows > 8:
       # Tiles are many registers each: few at a time, or they spill.
-      return cls(
-        tokens=4096 if wide else 2048, heads=1, run=8 if wide else 4, lag=1
-      )
+      run = 8
+      if not wide and query_rows > 32:
+        run = {64: 2, 128: 4 if query_rows <= 48 else 3}.get(head_dim, 4)
+      return cls(heads=1, run=run, lag=1)
     return cls(tiles_per_dot=2 if wide and head_dim < LANES else 1)
 
   def __post_init__(self):
@@ -103,8 +117,8 @@ def split_attention_tpu(
   residual_tokens=None,
   sinks: int = 0,
   logits_scale: float,
-  first_tokens=None,
   soft_cap: float | None = None,
+  first_tokens=None,
   block_table=None,
   block_sizes: BlockSizes | None = None,
   interpret: bool = False,
@@ -112,11 +126,6 @@ def split_attention_tpu(
   """Runs the kernel; see `split_attention` for what is not said here.
 
   Args:
-    first_tokens: i32[B, T], the first position a query row sees (a sliding
-      window), or None for 0. Blocks below a slot's least are not read.
-    soft_cap: bounds logits by soft_cap * tanh(logits / soft_cap).
-    block_table: i32[B, S / Q], which group of the cache holds a slot's group i:
-      page b * S / Q + g is group g of slot b. None is the identity.
     block_sizes: None takes a default that suits every generation.
     interpret: runs in Pallas's interpreter.
 
@@ -126,6 +135,13 @@ def split_attention_tpu(
   batch, rows, heads, head_dim = q.shape
   kv_heads = k.scale.shape[2]
   per_head = heads // kv_heads
+  if rows * per_head > MOST_ROWS:
+    raise Unsupported(
+      f'{rows} rows of {per_head} query heads a KV head: at most '
+      f'{MOST_ROWS // per_head} rows ({MOST_ROWS} in all)'
+    )
+  if sinks > GROUP:
+    raise Unsupported(f'sinks={sinks}: at most {GROUP}, the first group')
   if not interpret:
     words.check_device()
   blocks = block_sizes or BlockSizes.default(
@@ -137,9 +153,11 @@ def split_attention_tpu(
     read = packed.codec.planes[: packed.depth]
     words.check_planes(name, read, head_dim, packed.group)
   tile = Tile.of(rows * per_head, head_dim)
-  step_groups = words.groups_per_step(
-    k.groups, blocks.tokens // GROUP, tile.pack
-  )
+  step_groups = words.groups_per_step(k.groups, blocks.tokens // GROUP)
+  if blocks.run is not None and blocks.run % tile.pack:
+    raise ValueError(f'run={blocks.run} must be a multiple of {tile.pack}')
+  # An odd number is one step, whose last tile has a group that is never held.
+  buffer_groups = -(-step_groups // tile.pack) * tile.pack
   step_heads = max(n for n in range(1, blocks.heads + 1) if kv_heads % n == 0)
   step_tokens = step_groups * GROUP
 
@@ -170,8 +188,15 @@ def split_attention_tpu(
   layer = jnp.asarray(layer, jnp.int32).reshape(1)
   pages = None
   if block_table is not None:
-    page = jnp.clip(block_table, 0, batch * k.groups - 1).astype(jnp.int32)
-    operands = tuple(_gather_scales(x, layer[0], page) for x in operands)
+    # Scales are too small for a copy of their own each.
+    page = page_numbers(block_table)
+    operands = tuple(
+      x._replace(
+        scale=gather_groups(x.scale[layer[0]], page)[None],
+        offset=gather_groups(x.offset[layer[0]], page)[None],
+      )
+      for x in operands
+    )
     pages = page // k.groups, page % k.groups
   scalars = _Scalars(
     layer,
@@ -183,12 +208,16 @@ def split_attention_tpu(
   )
 
   def buffers(packed):
-    def buffer(x):
-      per_group = x.shape[3] // k.groups
-      shape = (2, step_heads, step_groups * per_group, x.shape[4])
-      return pltpu.VMEM(shape, x.dtype)
+    def buffer(x, groups):
+      rows = groups * x.shape[3] // k.groups
+      return pltpu.VMEM((2, step_heads, rows, x.shape[4]), x.dtype)
 
-    return jax.tree.map(buffer, packed)
+    # A DMA fills whole tiles or whole buffers, so scales have no spare row.
+    return _Packed(
+      tuple(buffer(plane, buffer_groups) for plane in packed.planes),
+      buffer(packed.scale, step_groups),
+      buffer(packed.offset, step_groups),
+    )
 
   def per_slot(*shape):
     return pl.BlockSpec(
@@ -208,11 +237,11 @@ def split_attention_tpu(
     )
 
   n_copies = len(jax.tree.leaves(operands))
-  n_tiles = step_groups // tile.pack
+  n_tiles = buffer_groups // tile.pack
   state = (step_heads, tile.sublanes, LANES)
   per_tile = pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32)
-  table = pltpu.VMEM((step_heads, step_groups, LANES), jnp.float32)
-  channel_rows = step_groups * head_dim // tile.width
+  table = pltpu.VMEM((step_heads, buffer_groups, LANES), jnp.float32)
+  channel_rows = buffer_groups * head_dim // tile.width
   channel = pltpu.VMEM((step_heads, channel_rows, tile.width), jnp.float32)
   scratch = _Scratch(
     k=buffers(operands[0]),
@@ -223,7 +252,7 @@ def split_attention_tpu(
     v_scale=channel if v.codec.axis is Axis.CHANNEL else table,
     v_bias=channel if v.codec.axis is Axis.CHANNEL else table,
     v_unit=table if v.codec.axis is Axis.TOKEN else None,
-    staging=pltpu.VMEM((step_heads, 4, step_groups, head_dim), jnp.float32)
+    staging=pltpu.VMEM((step_heads, 4, buffer_groups, head_dim), jnp.float32)
     if tile.stacked
     else None,
     weights=pltpu.VMEM(
@@ -239,12 +268,12 @@ def split_attention_tpu(
     out=pltpu.VMEM((step_heads, tile.sublanes, tile.width), jnp.float32),
   )
   hbm = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), operands)
-  out, lse = pl.pallas_call(
+  call = pl.pallas_call(
     functools.partial(
       _kernel,
       tile=tile,
       codecs=(k.codec, v.codec),
-      groups=step_groups,
+      groups=buffer_groups,
       blocks=blocks,
       sinks=sinks,
       mixed=mixed,
@@ -268,7 +297,13 @@ def split_attention_tpu(
     ),
     interpret=interpret,
     name='split_attention',
-  )(scalars, q, firsts, *operands)
+  )
+
+  @jax.jit
+  def attend(*args):
+    return call(*args[:-2], *(args[-2:] if interpret else _in_hbm(args[-2:])))
+
+  out, lse = attend(scalars, q, firsts, *operands)
 
   seen = prefix_tokens > 0
   if first_tokens is not None:
@@ -286,16 +321,10 @@ def split_attention_tpu(
   return rows_first(out), rows_first(lse)[..., 0]
 
 
-def _gather_scales(packed, layer, pages):
-  """Puts scales in a slot's order: too small for a copy of their own each."""
-
-  def gather(x):
-    x = jnp.moveaxis(x[layer], 1, 2)  # B n K E
-    x = x.reshape(-1, *x.shape[2:])[pages]
-    return jnp.moveaxis(x, 2, 1)[None]
-
-  return packed._replace(
-    scale=gather(packed.scale), offset=gather(packed.offset)
+def _in_hbm(operands):
+  """Keeps XLA from copying a small cache to VMEM ahead of the kernel."""
+  return jax.tree.map(
+    lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), operands
   )
 
 
@@ -493,7 +522,8 @@ def _copies(scalars, hbm, scratch, first_head, step, *, start, groups, mixed):
   heads = pl.ds(first_head, scratch.top.shape[0])
 
   def copy(source, target, n, is_plane):
-    size = target.shape[2]
+    rows = target.shape[2] // groups
+    size = min(target.shape[2], source.shape[3])
 
     def part(slot, row, size, at):
       # Gathered scales are of one layer.
@@ -506,9 +536,10 @@ def _copies(scalars, hbm, scratch, first_head, step, *, start, groups, mixed):
       dma.start() if start else dma.wait()
 
     if scalars.pages is None or not is_plane:
-      part(slot, pl.multiple_of(block * size, size), size, 0)
+      # A whole capacity need not be whole tiles.
+      whole = size == source.shape[3]
+      part(slot, 0 if whole else pl.multiple_of(block * size, size), size, 0)
       return
-    rows = size // groups
 
     def page(i, _):
       slots, rows_of = scalars.pages
@@ -516,7 +547,7 @@ def _copies(scalars, hbm, scratch, first_head, step, *, start, groups, mixed):
       at = pl.multiple_of(i * rows, rows)
       part(slots[slot, block * groups + i], row, rows, at)
 
-    lax.fori_loop(0, groups, page, None)
+    lax.fori_loop(0, size // rows, page, None)
 
   n = 0
   for source, target in zip(hbm, (scratch.k, scratch.v), strict=True):
@@ -548,7 +579,13 @@ def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
     if full is not None:
       middle = jnp.where(group < full, middle, _middle(codec, 1))
     # The code byte is the code moved to the top of 8 bits.
-    tables = scale * 2.0 ** (codec.bits - 8), offset + scale * middle
+    tables: tuple[jax.Array, ...] = (
+      scale * 2.0 ** (codec.bits - 8),
+      offset + scale * middle,
+    )
+    if size[0] % tile.pack:
+      spare = jnp.zeros((1, size[1]), jnp.float32)
+      tables = tuple(jnp.concatenate([x, spare], 0) for x in tables)
     if codec.axis is Axis.CHANNEL:
       tables = tuple(map(tile.channel_rows, tables, staging))
     return tables

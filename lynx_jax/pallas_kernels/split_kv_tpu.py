@@ -177,7 +177,7 @@ def _kernel(sinks_ref, x_ref, *refs, codec, head_dim, heads, groups):
     least, most = low[c], high[c]
     least = jnp.where(jnp.isinf(least), 0.0, least)
     most = jnp.where(jnp.isinf(most), 0.0, most)
-    offset = codec_lib._round_bfloat16(least, up=False)
+    offset = codec_lib.round_bfloat16(least, up=False)
     scale = codec_lib.scale_of(offset, most, codec.bits)
     some = scale > 0
     inverse[c] = jnp.where(some, 2.0 / jnp.where(some, scale, 1.0), 0.0)

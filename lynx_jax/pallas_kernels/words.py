@@ -48,20 +48,21 @@ def check_planes(
       )
 
 
-def groups_per_step(groups: int, limit: int, multiple: int = 1) -> int:
-  """Returns how many groups a grid step takes: few steps, whole tiles.
+def groups_per_step(groups: int, limit: int) -> int:
+  """Returns how many groups a grid step takes: as many as divide them all.
 
   Scales of several groups share a register, so a step takes 8 n groups, or all.
   """
   fits = [
     n
     for n in range(1, min(limit, groups) + 1)
-    if groups % n == 0 and n % multiple == 0 and (n % 8 == 0 or n == groups)
+    if groups % n == 0 and (n % 8 == 0 or n == groups)
   ]
   if not fits:
     raise Unsupported(
-      f'{groups} groups of {GROUP} tokens: must be a multiple of 8 groups, or '
-      f'a multiple of {multiple} up to {limit}'
+      f'a capacity of {groups * GROUP} tokens: must be a multiple of '
+      f'{8 * GROUP}, or at most {limit * GROUP}; the next is '
+      f'{-(-groups // 8) * 8 * GROUP}'
     )
   return fits[-1]
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's programs compile for a TPU, kernels included, without copies.
+
+A copy of the cache in a round would cost more than the round reads. Checked
+are the programs themselves, over layers of real heads and a narrow model: the
+cache's shape does not depend on the model dim, the time to compile does.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from experiments import tpu_compiler
+from lynx_jax import kv_cache, prefill
+from lynx_jax.config import CodecConfig, EngineConfig
+from lynx_jax.models import cached, presets
+from lynx_jax.models.transformer import Transformer
+from lynx_jax.pallas_kernels import dispatch
+from lynx_jax.speculative import decode
+
+pytestmark = pytest.mark.xdist_group('libtpu')
+
+LAYERS = 2  # of one group: indexing a layer must copy nothing
+ENGINE = EngineConfig(
+  slots=2,
+  prompt_tokens=32 * 1024 + 64,
+  output_tokens=1024,
+  layer_groups=1,
+  implementation=dispatch.PALLAS_TPU,
+)
+MODELS = {
+  name: dataclasses.replace(
+    presets.tiny(
+      layers=LAYERS, heads=heads, kv_heads=kv_heads, head_dim=head_dim
+    ),
+    model_dim=512,
+    ff_dim=512,
+    context_tokens=1 << 20,
+    dtype='bfloat16',
+  )
+  for name, heads, kv_heads, head_dim in (
+    ('SmolLM2-135M', 9, 3, 64),
+    ('Llama-3.1-8B', 32, 8, 128),
+  )
+}
+
+
+def split(model):
+  graphs, params = cached.split(
+    nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
+  )
+  return graphs, cached.layer_params(params, 0, LAYERS)
+
+
+def activations(rows, slots, model):
+  return jax.ShapeDtypeStruct((slots, rows, model.model_dim), jnp.bfloat16)
+
+
+def n_bytes(tree):
+  return min(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+# Rows are written in place, by fusions that update a slice.
+IN_PLACE = ('fusion', 'dynamic-update-slice')
+# What XLA makes to read ahead into VMEM, where a small tail may even stay.
+AHEAD = ('copy-start', 'copy-done', 'slice-start', 'slice-done', 'custom-call')
+
+
+def copies(report, cache):
+  """Returns what the module makes in the shape of an array of the cache."""
+  shapes = {tuple(x.shape) for x in jax.tree.leaves(cache)}
+  return [
+    str(x)
+    for x in tpu_compiler.made(report.hlo)
+    if x.shape in shapes and x.opcode not in (*IN_PLACE, *AHEAD)
+  ]
+
+
+@pytest.mark.parametrize(
+  'rows', [1, ENGINE.verify_rows], ids=['draft', 'verify']
+)
+@pytest.mark.parametrize('name', MODELS)
+def test_a_round_copies_no_cache(name, rows):
+  model = MODELS[name]
+  graphs, params = split(model)
+  cache = jax.eval_shape(lambda: kv_cache.empty(model, CodecConfig(), ENGINE))
+  prefix, (tail,) = cache.prefix, cache.tail
+  if rows == 1:
+    prefix = kv_cache.anchor_only(prefix)
+  programs = decode._programs(graphs, ENGINE.verify_rows, dispatch.PALLAS_TPU)
+  slots = jax.ShapeDtypeStruct((ENGINE.slots,), jnp.int32)
+  where = kv_cache.Rows(slots, slots, slots.update(dtype=jnp.bool_))
+  report = tpu_compiler.compile_for(
+    'v5e',
+    programs.layers,
+    params,
+    activations(rows, ENGINE.slots, model),
+    prefix[0],
+    tail,
+    where,
+  )
+  kernels = [name for name in report.calls if 'split_attention' in name]
+  assert len(kernels) == LAYERS
+  # Planes are the only bytes there are: none are made, prefetched or moved.
+  assert not [str(x) for x in tpu_compiler.made(report.hlo) if x.dtype == 'u8']
+  assert not copies(report, tail)
+  assert report.temp_bytes < n_bytes(prefix[0].k.planes)
+
+
+def test_prefill_of_128k_tokens_is_one_program_without_copies():
+  model = MODELS['Llama-3.1-8B']
+  graphs, params = split(model)
+  tokens = 128 * 1024
+  engine = dataclasses.replace(ENGINE, prompt_tokens=tokens)
+  dense = jax.ShapeDtypeStruct(
+    (LAYERS, tokens, model.kv_heads, model.head_dim), jnp.bfloat16
+  )
+  kv = prefill.DenseKV(dense, dense)
+  scalar = jax.ShapeDtypeStruct((), jnp.int32)
+  _, layers, _ = prefill._programs(graphs, dispatch.PALLAS_TPU)
+  report = tpu_compiler.compile_for(
+    'v5e',
+    layers,
+    params,
+    activations(engine.token_chunk, 1, model),
+    kv,
+    scalar,  # the offset
+    scalar,
+  )
+  kernels = [name for name in report.calls if 'splash' in name]
+  assert len(kernels) == 2 * LAYERS  # a chunk's own block, and earlier ones
+  assert not copies(report, kv)
+  assert report.temp_bytes < n_bytes(kv)
