@@ -29,6 +29,7 @@ from lynx_jax.config import (
   ModelConfig,
   TensorCodec,
   check_together,
+  require,
 )
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
@@ -56,6 +57,11 @@ def run(
     ConfigError: prompts, model and codecs do not fit together.
   """
   search = settings.search
+  require(
+    settings.acceptance_tokens > 0,
+    'acceptance.output_tokens=0 must be positive: so many are generated and '
+    'compared a prompt, for example 256',
+  )
   with screen.step(f'loading {settings.model_path}'):
     model = serving.load(settings.model_path, settings.model_dtype)
   for candidate in search.candidates:
@@ -353,11 +359,10 @@ class Oracle:
       for slot in np.flatnonzero(left):
         rounds[slot].append((drafts, int(agree[slot])))
         fresh = targets[slot, : agree[slot] + 1]
+        ends = np.flatnonzero(np.isin(fresh, self._ends))
+        fresh = fresh[: ends[0] + 1] if len(ends) else fresh
         text[slot] += fresh.tolist()
-        left[slot] = (
-          len(text[slot]) < self._tokens
-          and not np.isin(fresh, self._ends).any()
-        )
+        left[slot] = len(text[slot]) < self._tokens and not len(ends)
       last = np.take_along_axis(targets, agree[:, None], axis=1)[:, 0]
       # A slot that has ended goes on drafting at its last row, unread.
       committed = np.minimum(committed + agree + 1, self._tokens)
