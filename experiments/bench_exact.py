@@ -119,6 +119,7 @@ def _programs(codec: CodecConfig, end: int):
       for x, tensor in zip((kv.k, kv.v), tensors, strict=True)
     )
 
+  # Encoding and decoding are programs already.
   def encode(kv: DenseKV, packed):
     return tuple(
       exact.encode(x[:, :end], p, sinks=codec.sinks)
@@ -130,8 +131,9 @@ def _programs(codec: CodecConfig, end: int):
     return tuple(map(step, packed, planes))
 
   return {
-    work.__name__: program(work, name=work.__name__)
-    for work in (split, encode, decode)
+    'split': program(split, name='split'),
+    'encode': encode,
+    'decode': decode,
   }
 
 

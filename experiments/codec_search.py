@@ -284,6 +284,9 @@ class Oracle:
     tokens: how many are generated a prompt.
     drafts: γ.
     ends: ids that end a text.
+
+  Attributes:
+    forced: what `continue_exactly` has decoded, a row a prompt.
   """
 
   def __init__(
@@ -300,7 +303,7 @@ class Oracle:
     self._ends = sorted(ends)
     self._pass = _pass_program(graphs)
     self._compare = program(_divergence, name='divergence')
-    self._forced: np.ndarray | None = None
+    self.forced: np.ndarray | None = None
 
   def continue_exactly(self) -> None:
     """Decodes the text that `compare` is forced on, with bfloat16 KV."""
@@ -311,7 +314,7 @@ class Oracle:
     for row in range(self._tokens - 1):
       _, token, tail = self._run(kv, tail, token, row)
       text.append(fetch(token))
-    self._forced = np.concatenate(text, axis=1)
+    self.forced = np.concatenate(text, axis=1)
 
   def compare(
     self, target: Layers, draft: Layers
@@ -321,10 +324,10 @@ class Oracle:
     The text is taken in blocks; in each, drafts see the KV of their own block
     and the target's of those before, as in a long round.
     """
-    assert self._forced is not None
+    assert self.forced is not None
     tail, parts = self._tail(), []
     for row in range(0, self._tokens, _BLOCK):
-      tokens = self._forced[:, row : row + _BLOCK]
+      tokens = self.forced[:, row : row + _BLOCK]
       seen, _, tail = self._run(draft, tail, tokens, row)
       wanted, _, tail = self._run(target, tail, tokens, row)
       parts.append(fetch(self._compare(wanted, seen)))

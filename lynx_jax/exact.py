@@ -34,6 +34,7 @@ too little for a scale), is sent as it is: its class is that of 16 bits a value.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,8 @@ import jax.numpy as jnp
 from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import Axis, Rotation, TensorCodec, require
-from lynx_jax.shapes import Array, BFloat16, Bool, Int32, UInt16
+from lynx_jax.programs import program
+from lynx_jax.shapes import Array, BFloat16, Int32, UInt16
 
 CLASSES_A_BIT = 16
 MOST_BITS = 6
@@ -55,6 +57,11 @@ _FRACTION = 6
 # offset is finer than a unit.
 _MARGIN = 2
 _LARGEST = 0x7F7F  # bits of the largest finite bfloat16
+
+_INDEX_BITS, _WIDTH_BITS = 16, 5  # of an index, and of its width
+_INDEX_MASK = (1 << _INDEX_BITS) - 1
+_WIDTH_MASK = (1 << _WIDTH_BITS) - 1
+_OUTSIDE = 1 << (_INDEX_BITS + _WIDTH_BITS)
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +86,7 @@ def check(name: str, codec: TensorCodec) -> None:
     f'codec of single values, {name}_rotation=none',
   )
   require(
-    bool(codec.planes), f'codec.{name}=(): a dense tensor has no exact plane'
+    codec.planes != (), f'codec.{name}=(): a dense tensor has no exact plane'
   )
 
 
@@ -105,23 +112,10 @@ def encode(
     ConfigError: the codec is not of single values.
   """
   check('k or v', packed.codec)
-  low, count, kept = bins(packed, sinks)
-  raw = _by_block(_bits(x), packed.group)
-  index = _key(raw) - low
-  inside = (index >= 0) & (index < count)
-  index = jnp.where(kept & inside, index, 0)
-  strings, bits = _strings(index, _width(count, kept))
-
-  size = raw.shape[-1] * raw.shape[-2]
-  needed = -(-bits * CLASSES_A_BIT // size)
-  good = jnp.all(inside | ~kept, axis=(-2, -1))
-  good = good & (needed <= MOST_BITS * CLASSES_A_BIT)
-  padding = [(0, 0)] * (strings.ndim - 1) + [(0, size - strings.shape[-1])]
-  whole = jnp.where(kept, raw, 0).reshape(*raw.shape[:-2], size)
-  units = jnp.where(
-    good[..., None], jnp.pad(strings, padding), whole.astype(jnp.uint16)
-  )
-  return ExactPlane(units, jnp.where(good, needed, _RAW_CLASS))
+  found = _find(x, packed, sinks)
+  bit = _positions(found >> _INDEX_BITS & _WIDTH_MASK)
+  last = _last_in_word(bit)
+  return _assemble(x, found, bit, _sums(found, bit), last, sinks)
 
 
 def decode(
@@ -137,26 +131,15 @@ def decode(
     plane: units from a block's size on may hold anything.
     sinks: as for `encode`.
   """
-  low, count, kept = bins(packed, sinks)
-  width = _width(count, kept)
-  start, _ = _starts(width)
-  found = _window(plane.units, _accumulate(start, width)[0]).astype(jnp.int32)
-  bits = _unkey(low + (found & ((1 << width) - 1)))
-  is_raw = (plane.classes == _RAW_CLASS)[..., None, None]
-  bits = jnp.where(
-    is_raw, plane.units.reshape(bits.shape).astype(jnp.int32), bits
-  )
-  return _by_token(jnp.where(kept, bits, 0))
+  found = _intervals(packed, sinks)
+  bit = _positions(found & _WIDTH_MASK)
+  return _resolve(found, plane, _window(plane.units, bit), sinks)
 
 
 def bins(
-  packed: PackedTensor, sinks: int | Int32[Array, '']
-) -> tuple[
-  Int32[Array, '... K n H Q'],
-  Int32[Array, '... K n H Q'],
-  Bool[Array, '... K n H Q'],
-]:
-  """Returns the bin of every value, and whether the value is in the prefix.
+  packed: PackedTensor,
+) -> tuple[Int32[Array, '... K n H Q'], Int32[Array, '... K n H Q']]:
+  """Returns the bin of every value, as an interval of keys.
 
   With s = m * 2^e and an offset of t * 2^f (m and t are of 8 bits), a bin is
   (t * 2^(f-e) + m * (u ± 1/2)) * 2^e. The two summands have comparable
@@ -164,7 +147,7 @@ def bins(
   not constant spans at least one step of bfloat16 at its minimum.
 
   Returns:
-    The key of the bin's first number, the numbers in it, and the mask.
+    The key of the bin's first number, and the count of numbers in it.
   """
   code = codec_lib.centred(packed, packed.depth).astype(jnp.int32)
   u = code + (1 << (packed.codec.bits - 1))
@@ -189,10 +172,7 @@ def bins(
   low = jnp.where(constant, jnp.where(zero, -1, only), low)
   high = jnp.where(constant, jnp.where(zero, 0, only), high)
 
-  group, count = packed.group, packed.groups
-  token = jnp.arange(count * group, dtype=jnp.int32).reshape(count, 1, group)
-  kept = jax.lax.expand_dims(token >= sinks, range(low.ndim - 3))
-  return low, jnp.maximum(high - low + 1, 1), jnp.broadcast_to(kept, low.shape)
+  return low, jnp.maximum(high - low + 1, 1)
 
 
 def _exponent(bits):
@@ -245,64 +225,162 @@ def _unkey(key):
   return jnp.where(key >= 0, key, 0x7FFF - key)
 
 
-def _width(count, kept):
-  return jnp.where(kept, 32 - jax.lax.clz(count - 1), 0)
+def _kept(shape, sinks):
+  """Returns which values of [… K n H Q] are not sinks."""
+  groups, _, group = shape[-3:]
+  token = jnp.arange(groups * group, dtype=jnp.int32).reshape(groups, 1, group)
+  kept = jax.lax.expand_dims(token >= sinks, range(len(shape) - 3))
+  return jnp.broadcast_to(kept, shape)
 
 
-def _starts(width):
-  """Returns the first bit of every token, and the bits of the block."""
-  total = jnp.sum(width, axis=-2)
-  ends = jnp.cumsum(total, axis=-1)
-  return ends - total, ends[..., -1]
+# Programs of their own, each with one result: XLA's CPU backend would compute
+# the bins again in every fusion that reads them (jax 0.10.2: encoding took 2.5
+# times as long in one program; it removes an optimization_barrier too early).
+_stage = functools.partial(program, name='exact')
 
 
-def _accumulate(start, width, index=None):
-  """Goes through the channels of all tokens at once.
+@_stage
+def _find(x, packed, sinks):
+  """Returns index | width << 16 | (value is outside its bin) << 21."""
+  low, count = bins(packed)
+  kept = _kept(low.shape, sinks)
+  index = _key(_by_block(_bits(x), packed.group)) - low
+  outside = kept & ((index < 0) | (index >= count))
+  index = jnp.where(kept & ~outside, index, 0)
+  width = jnp.where(kept, 32 - jax.lax.clz(count - 1), 0)
+  return index | (width << _INDEX_BITS) | jnp.where(outside, _OUTSIDE, 0)
 
-  Returns the bit at which each index begins and, if `index` is given, the sum
-  of index · 2^(bit mod 16) over the channels so far, modulo 2^32.
+
+@_stage
+def _intervals(packed, sinks):
+  """Returns the key of the bin's first number << 5 | width."""
+  low, count = bins(packed)
+  width = jnp.where(_kept(low.shape, sinks), 32 - jax.lax.clz(count - 1), 0)
+  return (low << _WIDTH_BITS) | width
+
+
+@_stage
+def _positions(width):
+  """Returns the bit at which each index begins, and after all where it ends.
+
+  The result has H + 1 channels.
+  """
+  columns = jnp.moveaxis(width, -2, 0)
+  total = jnp.sum(columns, axis=0)
+  start = jnp.cumsum(total, axis=-1) - total
+
+  def step(bit, width):
+    return bit + width, bit
+
+  end, bit = jax.lax.scan(step, start, columns)
+  return jnp.moveaxis(jnp.concatenate([bit, end[None]]), 0, -2)
+
+
+@_stage
+def _sums(found, bit):
+  """Returns sums of index · 2^(bit mod 32) over a token's channels so far.
+
+  They are modulo 2^32.
   """
 
-  def step(carry, x):
-    bit, total = carry
-    width, index = x
-    total = total + (index << (bit & 15).astype(jnp.uint32))
-    return (bit + width, total), (bit, total)
+  def step(total, x):
+    found, bit = x
+    index = (found & _INDEX_MASK).astype(jnp.uint32)
+    total = total + (index << (bit & 31).astype(jnp.uint32))
+    return total, total
 
-  if index is None:
-    index = jnp.zeros_like(width)
-  columns = (width, index.astype(jnp.uint32))
-  columns = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), columns)
-  carry = start, jnp.zeros(start.shape, jnp.uint32)
-  _, found = jax.lax.scan(step, carry, columns)
-  bit, total = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2), found)
-  return bit, total
+  columns = jnp.moveaxis(found, -2, 0), jnp.moveaxis(bit, -2, 0)[:-1]
+  nothing = jnp.zeros(columns[0].shape[1:], jnp.uint32)
+  _, total = jax.lax.scan(step, nothing, columns)
+  return jnp.moveaxis(total, 0, -2)
 
 
-def _strings(index, width):
-  """Returns every block's string in units, cut at `MOST_BITS`, and its bits.
+@_stage
+def _last_in_word(bit):
+  """Returns the last index that begins before each word's end.
 
-  The indices that begin in unit i take bits i·16 … i·16 + 31 at most, and do
-  not overlap. Their sum is a difference of running sums, which may overflow:
-  what is left modulo 2^32 is right. Its low half belongs to unit i, its high
-  half to unit i + 1. So a unit needs the number of indices before it, which is
-  found by bisection, first among tokens, then among channels.
+  By token first (the last that begins before it), then by bisection of its
+  channels. The result is channel · Q + token.
   """
-  head_dim, group = index.shape[-2:]
-  start, bits = _starts(width)
-  bit, total = _accumulate(start, width, index)
-  units = head_dim * group * MOST_BITS // 16
-  end = 16 * jnp.arange(1, units + 1, dtype=jnp.int32)
-  end = jnp.broadcast_to(end, (*start.shape[:-1], units))
-  token = _last_below(lambda t: _take(start, t), end, group)
-  bit = bit.reshape(*bit.shape[:-2], -1)
+  *leading, ends, group = bit.shape
+  head_dim = ends - 1
+  words = head_dim * group * MOST_BITS // 32
+  first = bit[..., 0, :].reshape(-1, group) >> 5
+  number = jnp.arange(group, dtype=jnp.int32)[None]
+  block = jnp.arange(len(first), dtype=jnp.int32)[:, None]
+  token = jnp.zeros((len(first), words), jnp.int32)
+  token = token.at[block, first].max(
+    jnp.broadcast_to(number, first.shape), mode='drop'
+  )
+  token = jax.lax.cummax(token, axis=1).reshape(*leading, words)
+  end = 32 * jnp.arange(1, words + 1, dtype=jnp.int32)
+  end = jnp.broadcast_to(end, token.shape)
+  bit = bit.reshape(*leading, ends * group)
   channel = _last_below(lambda c: _take(bit, c * group + token), end, head_dim)
+  return channel * group + token
+
+
+@_stage
+def _assemble(x, found, bit, total, last, sinks):
+  """Puts every block's string together, in words of 32 bits.
+
+  The indices that begin in a word do not overlap, so what they put into it is
+  their sum modulo 2^32, the difference of two running sums, whatever the
+  running sums overflow. Only the last of them can reach into the next word.
+  """
+  *leading, head_dim, group = found.shape
+  size = head_dim * group
   of_token = total[..., -1, :]
   before = jnp.cumsum(of_token, axis=-1, dtype=jnp.uint32) - of_token
-  total = total.reshape(bit.shape)
-  running = _take(total, channel * group + token) + _take(before, token)
+  running = _take(total.reshape(*leading, size), last)
+  running = running + _take(before, last % group)
   own = running - _shifted(running)
-  return ((own & 0xFFFF) + _shifted(own >> 16)).astype(jnp.uint16), bits
+
+  begins = _take(bit[..., :-1, :].reshape(*leading, size), last)
+  index = _take(found.reshape(*leading, size), last) & _INDEX_MASK
+  shift = (begins & 31).astype(jnp.uint32)
+  over = (index.astype(jnp.uint32) >> 1) >> (31 - shift)
+  word = jnp.broadcast_to(
+    jnp.arange(last.shape[-1], dtype=jnp.int32), last.shape
+  )
+  over = jnp.where(begins >> 5 == word, over, 0)
+  halves = jax.lax.bitcast_convert_type(own + _shifted(over), jnp.uint16)
+  strings = halves.reshape(*leading, -1)
+
+  needed = -(-bit[..., -1, -1] * CLASSES_A_BIT // size)
+  good = jnp.all(found < _OUTSIDE, axis=(-2, -1))
+  good = good & (needed <= MOST_BITS * CLASSES_A_BIT)
+  padding = [(0, 0)] * len(leading) + [(0, size - strings.shape[-1])]
+  whole = jnp.where(
+    _kept(found.shape, sinks), _by_block(_bits(x), group), 0
+  ).reshape(*leading, size)
+  units = jnp.where(
+    good[..., None], jnp.pad(strings, padding), whole.astype(jnp.uint16)
+  )
+  return ExactPlane(units, jnp.where(good, needed, _RAW_CLASS))
+
+
+@_stage
+def _window(units, bit):
+  """Returns the bits from each index's first one on, 17 of them or more."""
+  *leading, ends, group = bit.shape
+  units = units.astype(jnp.uint32)
+  words = units | (_shifted(units[..., ::-1])[..., ::-1] << 16)
+  bit = bit[..., :-1, :]
+  at = (bit >> 4).reshape(*leading, (ends - 1) * group)
+  found = jnp.take_along_axis(words, at, axis=-1, mode='clip')
+  return found.reshape(bit.shape) >> (bit & 15).astype(jnp.uint32)
+
+
+@_stage
+def _resolve(found, plane, window, sinks):
+  """Returns the values, by block where they were sent as they are."""
+  mask = (1 << (found & _WIDTH_MASK)) - 1
+  bits = _unkey((found >> _WIDTH_BITS) + (window.astype(jnp.int32) & mask))
+  is_raw = (plane.classes == _RAW_CLASS)[..., None, None]
+  raw = plane.units.reshape(bits.shape).astype(jnp.int32)
+  bits = jnp.where(is_raw, raw, bits)
+  return _by_token(jnp.where(_kept(bits.shape, sinks), bits, 0))
 
 
 def _last_below(values, end, count):
@@ -321,18 +399,6 @@ def _take(x, at):
 
 def _shifted(x):
   return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)])[..., :-1]
-
-
-def _window(units, bit):
-  """Returns the 32 bits, or fewer at a block's end, from `bit` on."""
-  units = units.astype(jnp.uint32)
-  after = jnp.concatenate(
-    [units[..., 1:], jnp.zeros_like(units[..., :1])], axis=-1
-  )
-  words = units | (after << 16)
-  flat = (bit >> 4).reshape(*words.shape[:-1], -1)
-  found = jnp.take_along_axis(words, flat, axis=-1, mode='clip')
-  return found.reshape(bit.shape) >> (bit & 15).astype(jnp.uint32)
 
 
 def _by_block(x, group):

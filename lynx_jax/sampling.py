@@ -175,4 +175,4 @@ def _uniform(seed, position):
 
 def _key(seed, position, purpose):
   key = jax.random.fold_in(jax.random.key(seed), position)
-  return jax.random.fold_in(key, int(purpose))
+  return jax.random.fold_in(key, purpose.value)
