@@ -111,7 +111,7 @@ def encode(
   Raises:
     ConfigError: the codec is not of single values.
   """
-  check('k or v', packed.codec)
+  check('k/v', packed.codec)
   found = _find(x, packed, sinks)
   bit = _positions(found >> _INDEX_BITS & _WIDTH_MASK)
   last = _last_in_word(bit)
