@@ -29,6 +29,7 @@ from lynx_jax.config import (
   ModelConfig,
   TensorCodec,
   check_together,
+  require,
 )
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
@@ -56,6 +57,11 @@ def run(
     ConfigError: prompts, model and codecs do not fit together.
   """
   search = settings.search
+  require(
+    settings.acceptance_tokens > 0,
+    'acceptance.output_tokens=0 must be positive: so many are generated and '
+    'compared a prompt, for example 256',
+  )
   with screen.step(f'loading {settings.model_path}'):
     model = serving.load(
       settings.model_path, settings.model_dtype, settings.prefill_devices
@@ -280,6 +286,9 @@ class Oracle:
     tokens: how many are generated a prompt.
     drafts: γ.
     ends: ids that end a text.
+
+  Attributes:
+    forced: what `continue_exactly` has decoded, a row a prompt.
   """
 
   def __init__(
@@ -296,7 +305,7 @@ class Oracle:
     self._ends = sorted(ends)
     self._pass = _pass_program(graphs)
     self._compare = program(_divergence, name='divergence')
-    self._forced: np.ndarray | None = None
+    self.forced: np.ndarray | None = None
 
   def continue_exactly(self) -> None:
     """Decodes the text that `compare` is forced on, with bfloat16 KV."""
@@ -307,7 +316,7 @@ class Oracle:
     for row in range(self._tokens - 1):
       _, token, tail = self._run(kv, tail, token, row)
       text.append(fetch(token))
-    self._forced = np.concatenate(text, axis=1)
+    self.forced = np.concatenate(text, axis=1)
 
   def compare(
     self, target: Layers, draft: Layers
@@ -317,10 +326,10 @@ class Oracle:
     The text is taken in blocks; in each, drafts see the KV of their own block
     and the target's of those before, as in a long round.
     """
-    assert self._forced is not None
+    assert self.forced is not None
     tail, parts = self._tail(), []
     for row in range(0, self._tokens, _BLOCK):
-      tokens = self._forced[:, row : row + _BLOCK]
+      tokens = self.forced[:, row : row + _BLOCK]
       seen, _, tail = self._run(draft, tail, tokens, row)
       wanted, _, tail = self._run(target, tail, tokens, row)
       parts.append(fetch(self._compare(wanted, seen)))
@@ -355,11 +364,10 @@ class Oracle:
       for slot in np.flatnonzero(left):
         rounds[slot].append((drafts, int(agree[slot])))
         fresh = targets[slot, : agree[slot] + 1]
+        ends = np.flatnonzero(np.isin(fresh, self._ends))
+        fresh = fresh[: ends[0] + 1] if len(ends) else fresh
         text[slot] += fresh.tolist()
-        left[slot] = (
-          len(text[slot]) < self._tokens
-          and not np.isin(fresh, self._ends).any()
-        )
+        left[slot] = len(text[slot]) < self._tokens and not len(ends)
       last = np.take_along_axis(targets, agree[:, None], axis=1)[:, 0]
       # A slot that has ended goes on drafting at its last row, unread.
       committed = np.minimum(committed + agree + 1, self._tokens)

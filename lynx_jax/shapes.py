@@ -28,10 +28,28 @@ import jax
 Array = jax.Array
 
 if TYPE_CHECKING:
-  from jaxtyping import BFloat16, Bool, Float, Float32, Int8, Int32, UInt8
+  from jaxtyping import (
+    BFloat16,
+    Bool,
+    Float,
+    Float32,
+    Int8,
+    Int32,
+    UInt8,
+    UInt16,
+  )
 else:
   try:
-    from jaxtyping import BFloat16, Bool, Float, Float32, Int8, Int32, UInt8
+    from jaxtyping import (
+      BFloat16,
+      Bool,
+      Float,
+      Float32,
+      Int8,
+      Int32,
+      UInt8,
+      UInt16,
+    )
   except ImportError:
 
     class _Plain:
@@ -40,7 +58,7 @@ else:
       def __class_getitem__(cls, _):
         return jax.Array
 
-    BFloat16 = Bool = Float = Float32 = Int8 = Int32 = UInt8 = _Plain
+    BFloat16 = Bool = Float = Float32 = Int8 = Int32 = UInt8 = UInt16 = _Plain
 
 __all__ = [
   'Array',
@@ -51,4 +69,5 @@ __all__ = [
   'Int8',
   'Int32',
   'UInt8',
+  'UInt16',
 ]

@@ -20,6 +20,7 @@ LAYERS = (
   ('timeline', 'sampling', 'mesh', 'programs'),
   ('requests',),
   ('codec',),
+  ('exact',),
   ('pallas_kernels',),
   ('kv_cache',),
   ('attention',),
