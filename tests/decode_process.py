@@ -9,6 +9,7 @@ import time
 
 from lynx_jax import handshake
 from lynx_jax.remote_prefill import RemotePrefill
+from lynx_jax.requests import Mode
 from lynx_jax.timeline import Timeline
 from lynx_jax.transport import control, pull
 from lynx_jax.transport.receiver import Pace
@@ -26,7 +27,10 @@ def main(address: str, pulls: bool) -> None:
   )
   for request in range(2):
     remote.submit(
-      request, engines.prompt(200), timeline=Timeline(time.monotonic())
+      request,
+      engines.prompt(200),
+      mode=Mode.SERIAL,
+      timeline=Timeline(time.monotonic()),
     )
   time.sleep(60)
 
