@@ -52,7 +52,9 @@ def bench():
   """The shared engine, idle before and after."""
   bench = engines.bench('lynx')
   bench.script = courier.shuffle(0)
-  bench.configure(draft_tokens=3, backlog_tokens=12)
+  bench.configure(
+    draft_tokens=3, backlog_tokens=12, layer_ready=True, sharpen=True
+  )
   yield bench
   assert not bench.engine.busy
   bench.engine.step()  # whoever comes next sees no events of this test

@@ -303,7 +303,10 @@ def test_a_verification_that_begins_early_commits_the_reference(seed):
   lengths = [200, 150, 97, 200]
   expected = [bench.reference(engines.prompt(n)) for n in lengths]
   bench.configure(
-    draft_tokens=seed, backlog_tokens=12, costs=Costs(1.0, 1e9, 1.0)
+    draft_tokens=seed,
+    backlog_tokens=12,
+    layer_ready=True,
+    costs=Costs(1.0, 1e9, 1.0),
   )
   bench.script = engines.trickle(seed)
   requests = [

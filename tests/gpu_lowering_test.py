@@ -89,7 +89,8 @@ def layer_group():
   where = kv_cache.Rows(SLOTS, SLOTS, SLOTS.update(dtype=jnp.bool_))
   state = cache()
   params = cached.layer_params(params, 0, 2)
-  return programs.layers, (params, h, state.prefix[0], state.tail[0], where)
+  prefix, tail = state.prefix[0], state.tail[0]
+  return programs.layers, (params, h, prefix, tail, where, SLOTS)
 
 
 @pytest.mark.parametrize(

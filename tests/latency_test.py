@@ -5,6 +5,8 @@ import pytest
 
 from experiments import latency, main, report, results, selection
 
+# One run serves all tests here.
+pytestmark = pytest.mark.xdist_group('study')
 SCHEMES = ('bf16', 'int8', 'lynx')
 MODES = ('serial', 'overlapped')
 

@@ -79,17 +79,16 @@ def copies(report, cache):
   ]
 
 
-@pytest.mark.parametrize(
-  'rows', [1, ENGINE.verify_rows], ids=['draft', 'verify']
-)
+@pytest.mark.parametrize('form', ['draft', 'sharpened', 'verify'])
 @pytest.mark.parametrize('name', MODELS)
-def test_a_round_copies_no_cache(name, rows):
+def test_a_round_copies_no_cache(name, form):
   model = MODELS[name]
   graphs, params = split(model)
   cache = jax.eval_shape(lambda: kv_cache.empty(model, CodecConfig(), ENGINE))
   prefix, (tail,) = cache.prefix, cache.tail
-  if rows == 1:
+  if form == 'draft':
     prefix = kv_cache.anchor_only(prefix)
+  rows = ENGINE.verify_rows if form == 'verify' else 1
   programs = decode._programs(graphs, ENGINE.verify_rows, dispatch.PALLAS_TPU)
   slots = jax.ShapeDtypeStruct((ENGINE.slots,), jnp.int32)
   where = kv_cache.Rows(slots, slots, slots.update(dtype=jnp.bool_))
@@ -101,6 +100,7 @@ def test_a_round_copies_no_cache(name, rows):
     prefix[0],
     tail,
     where,
+    slots if form == 'sharpened' else None,  # residual_tokens
   )
   kernels = [name for name in report.calls if 'split_attention' in name]
   assert len(kernels) == LAYERS

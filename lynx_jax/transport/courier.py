@@ -336,7 +336,8 @@ class ScriptedCourier:
       del self._under_way[chunk.key]
       now_s = time.monotonic()
       flight = self._link.send(self._cut(chunk), chunk.bytes, now_s)
-      arrivals.append(Arrival(chunk, flight.payload, now_s, now_s))
+      payload = jax.block_until_ready(flight.payload)
+      arrivals.append(Arrival(chunk, payload, now_s, now_s))
     return arrivals
 
   def wait(self, timeout_s: float) -> bool:
