@@ -37,7 +37,7 @@ def run(
   Baselines run in plain form, which shows their TTFT at its best. In the last
   repeat INT8 runs in the verify program as well, since its commits are what
   Lynx competes with; the last of all repeats runs the other baselines in the
-  verify program instead, in the first mode, for their output.
+  verify program instead, for their output.
 
   Raises:
     ConfigError: prompts, model, schemes or engine do not fit together.
@@ -208,14 +208,14 @@ class _Study:
       for scheme, mode in itertools.product(
         self._settings.schemes, self._settings.modes
       )
-      for form in self._forms(scheme, mode, case, repeat)
+      for form in self._forms(scheme, case, repeat)
     ]
     self._order.shuffle(runs)
     for scheme, mode, form in runs:
       self._request(case, repeat, scheme, mode, form, references)
 
   def _forms(
-    self, scheme: config.Scheme, mode: Mode, case: _Case, repeat: int
+    self, scheme: config.Scheme, case: _Case, repeat: int
   ) -> tuple[Form, ...]:
     """Returns the forms in which a scheme runs this time; see `run`."""
     if scheme.is_speculative:
@@ -223,8 +223,7 @@ class _Study:
     last = repeat == self._settings.repeats - 1
     if scheme.name == 'int8':
       return (Form.PLAIN, Form.VERIFY) if last else (Form.PLAIN,)
-    last_of_all = last and case is self._plan.cases[-1]
-    if not last_of_all or mode is not self._settings.modes[0]:
+    if not last or case is not self._plan.cases[-1]:
       return (Form.PLAIN,)
     return (Form.VERIFY,) if repeat else (Form.PLAIN, Form.VERIFY)
 
