@@ -553,8 +553,8 @@ def _draw_zoom(axes: Axes, trace: selection.Trace) -> None:
   drafts, rounds = len(trace.spans('draft')), len(trace.spans('verify'))
   known = len(trace['rounds'] or ()) == rounds
   title = (
-    f'{trace["scheme"]}, enlarged: {_count(drafts, "draft")} on the Anchor '
-    f'alone, then {_count(rounds, "verification")} ('
+    f'{trace["scheme"]}, enlarged: {_count(drafts, "draft")} while the '
+    f'Residual came, then {_count(rounds, "verification")} ('
     + ('accepted / drafted)' if known else '+ tokens committed)')
   )
   axes.set_title(title, loc='left', fontsize=7, pad=3)
