@@ -8,9 +8,10 @@ Other candidates are changes of fields of the codec:
 
     --config.search.codecs='v_axis=token; recent_tokens=128 sinks=8'
 
-Cost: about 10 minutes and 5 GB of memory on 2 cores. Expected: the rotated code
-has about 0.6 of the KL divergence of the unrotated one; at γ = 8 more than 0.9
-of its drafts are accepted, at 4.76 bits a value or less.
+Cost: about 10 minutes and 5 GB of memory on 2 cores (projected from parts: the
+whole was not run yet). Expected, from its parts: the rotated code has about 0.6
+of the KL divergence of the unrotated one; at γ = 8 more than 0.9 of its drafts
+are accepted, at 4.76 bits a value or less.
 """
 
 from configs import latency

@@ -29,7 +29,7 @@ os.environ['LIBTPU_INIT_ARGS'] = ' '.join(
 )
 
 import jax  # noqa: E402  (the flags above must be set before libtpu loads)
-from jax.experimental import topologies  # noqa: E402
+from jax.experimental import topologies  # noqa: E402  (likewise)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def poisoned(packed, pages):
 
 
 @st.composite
-def cases(draw, option=st.booleans()):  # noqa: B008
+def cases(draw, option=st.booleans()):  # noqa: B008, it is immutable
   def per_slot(strategy):
     return draw(st.lists(strategy, min_size=SLOTS, max_size=SLOTS))
 
