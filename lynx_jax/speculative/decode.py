@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 from lynx_jax import kv_cache
+from lynx_jax import mesh as mesh_lib
 from lynx_jax.kv_cache import Cache, Prefix, Rows, Tail
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
@@ -223,6 +225,7 @@ class Decoder:
     rows: T of the verify program.
     end_tokens: ids that end a text.
     implementation: of the kernels.
+    mesh: on which parameters and cache lie; None is one device.
   """
 
   def __init__(
@@ -233,12 +236,13 @@ class Decoder:
     rows: int,
     end_tokens: Sequence[int] = (),
     implementation: str | None = None,
+    mesh: Mesh | None = None,
   ):
     self.rows = rows
     self._ranges = tuple(ranges)
     # -1 is no token: an array of ends may not be empty.
     self.end_tokens = np.asarray(tuple(end_tokens) or (-1,), np.int32)
-    self._programs = _programs(graphs, rows, implementation)
+    self._programs = _programs(graphs, rows, implementation, mesh)
 
   def draft(
     self,
@@ -378,7 +382,10 @@ class _Programs:
 
 @functools.cache
 def _programs(
-  graphs: cached.Graphs, rows: int, implementation: str | None
+  graphs: cached.Graphs,
+  rows: int,
+  implementation: str | None,
+  mesh: Mesh | None = None,
 ) -> _Programs:
   """Makes the jitted functions; engines of one model share them."""
 
@@ -425,16 +432,31 @@ def _programs(
       implementation=implementation,
     )
 
+  everywhere = PartitionSpec()
+  tails = mesh_lib.spec('L B S K H')
+  make = functools.partial(
+    program, out_shardings=mesh_lib.outputs(mesh, everywhere)
+  )
   return _Programs(
-    open_draft=program(open_draft, name='draft'),
+    open_draft=make(open_draft, name='draft'),
     open_verify={
-      count: program(functools.partial(open_verify, rows=count), name='verify')
+      count: make(functools.partial(open_verify, rows=count), name='verify')
       for count in {1, rows}
     },
-    layers=program(layers, name='layers', donate=(3,)),
-    close_draft=program(close_draft, name='draft', donate=(2,)),
-    close_verify=program(close_verify, name='verify', donate=(2,)),
-    rounds=program(all_rounds, name='rounds', donate=(2, 3)),
+    layers=program(
+      layers,
+      name='layers',
+      donate=(3,),
+      out_shardings=mesh_lib.outputs(mesh, (everywhere, tails)),
+    ),
+    close_draft=make(close_draft, name='draft', donate=(2,)),
+    close_verify=make(close_verify, name='verify', donate=(2,)),
+    rounds=program(
+      all_rounds,
+      name='rounds',
+      donate=(2, 3),
+      out_shardings=mesh_lib.outputs(mesh, (tails, everywhere)),
+    ),
   )
 
 

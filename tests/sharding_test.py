@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill and decode on meshes: same outputs, and no hidden communication.
+
+Each engine has another number of devices on each side. Either both sides have
+devices of their own, or one is a single device that the other one has too.
+"""
+
+import functools
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import strategies as st
+
+from experiments import tpu_compiler
+from lynx_jax import mesh as mesh_lib
+from lynx_jax import wire
+from lynx_jax.engine import Request
+from lynx_jax.models import cached, presets, transformer
+from lynx_jax.programs import fetch
+from lynx_jax.transport import courier, links
+from tests import engines, wire_test
+
+# All engines in one worker: they share programs where they share a mesh.
+pytestmark = pytest.mark.xdist_group('meshes')
+
+MODEL = presets.tiny(
+  layers=1,
+  heads=8,
+  kv_heads=4,
+  head_dim=16,
+  vocab=64,
+  tied_embeddings=False,
+)
+SETUP = engines.setup(
+  (4, 4), slots=2, prompt_tokens=120, layer_groups=1, chunk_bytes=1
+)
+# Devices of prefill and of decode: fewer, as many and more than KV heads.
+SIDES = [(2, 4), (4, 2), (1, 8), (8, 1)]
+MARGIN = 0.02  # of the two best logits; other meshes move them by 0.002
+
+
+@functools.cache
+def model() -> transformer.Transformer:
+  return engines.draw_model(MODEL)
+
+
+def placed(devices) -> transformer.Transformer:
+  graph, params = nnx.split(model())
+  where = mesh_lib.places(mesh_lib.make(devices, MODEL), params)
+  return nnx.merge(graph, jax.device_put(params, where))
+
+
+@functools.cache
+def bench(sides: tuple[int, int]) -> engines.Bench:
+  first, second = sides
+  devices = jax.devices()
+  decode_model = placed(devices[-second:])
+  to = wire.destination(mesh_lib.of(nnx.state(decode_model)))
+
+  def connect(cut):
+    link = links.DeviceLink(to)
+    return engines.Patient(link, cut, lambda chunks: made.script(chunks))
+
+  made = engines.Bench(
+    SETUP,
+    placed(devices[:first]),
+    decode_model=decode_model,
+    connect=connect,
+  )
+  return made
+
+
+@pytest.mark.parametrize(
+  'sides',
+  [pytest.param(s, marks=pytest.mark.xdist_group(f'mesh{s}')) for s in SIDES],
+  ids=lambda s: f'{s[0]}to{s[1]}',
+)
+@hypothesis.given(
+  length=st.sampled_from(SETUP.lengths),
+  seed=st.integers(0, 99),
+  drafts=st.integers(0, SETUP.config.verify_rows - 1),
+  streamed=st.booleans(),
+)
+@hypothesis.settings(max_examples=5, deadline=None)
+def test_committed_tokens_equal_the_reference(
+  sides, length, seed, drafts, streamed
+):
+  made = bench(sides)
+  prompt = engines.prompt(length)
+  expected = made.reference(prompt)
+  made.configure(draft_tokens=drafts)
+  made.script = courier.shuffle(seed)
+  request = Request(
+    prompt=prompt.tolist(),
+    output_tokens=engines.OUTPUT_TOKENS,
+    streamed=streamed,
+  )
+  engines.run(made, [(0, request)], [expected])
+
+
+def margins(made: engines.Bench, prompt: np.ndarray) -> list[float]:
+  """Returns by how much each token after token 1 of the reference leads."""
+  engine = made.engine
+  tokens = made.reference(prompt)
+  # The cache still holds the prompt; slot 0 decodes once more, step by step.
+  engine._start(
+    0, len(prompt), token=tokens[0], output_tokens=engines.OUTPUT_TOKENS
+  )
+  params, wanted = engine._params, np.arange(SETUP.config.slots) == 0
+  graphs, _ = cached.split(model())
+  decode_model = nnx.merge(graphs.model, params)
+  found = []
+  for token in tokens[1:]:
+    running = engine._decoder.open_verify(params, engine._slots, wanted)
+    engine._cache, running = engine._decoder.resume(
+      params, engine._cache, running, len(engine.wire.layer_counts)
+    )
+    logits = fetch(decode_model.head(running.h))[0, 0]
+    second, best = np.sort(logits)[-2:]
+    assert logits[token] == best
+    found.append(float(best - second))
+    engine._slots = engine._decoder.close_verify(params, engine._slots, running)
+  return found
+
+
+def test_meshes_agree_where_the_reference_is_sure():
+  prompt = engines.prompt(100)
+  expected, *others = [bench(sides).reference(prompt) for sides in SIDES[::-1]]
+  lead = margins(bench(SIDES[-1]), prompt)  # that of a single device
+  unsure = [i for i, by in enumerate(lead, 1) if by <= MARGIN]
+  upto = min(unsure, default=len(expected))
+  assert upto > len(expected) // 2  # else another prompt shows more
+  for tokens in others:
+    assert tokens[:upto] == expected[:upto]
+
+
+LAYERS = {'all-reduce': 2}  # after attention, and after the feed-forward
+EMBEDDING = {'all-reduce': 1}  # each device looks up its own tokens
+HEAD = {'all-gather': 2}  # the best logit of each device, and whose it is
+
+
+@pytest.mark.parametrize('sides', [(2, 4), (1, 8)])
+def test_a_round_communicates_as_little_as_it_can(sides):
+  engine = bench(sides).engine
+  run, params, cache = engine._decoder._programs, engine._params, engine._cache
+  wanted, ends = np.ones(SETUP.config.slots, bool), engine._decoder.end_tokens
+  h, where = run.open_verify[engine._decoder.rows](
+    params, engine._slots, wanted
+  )
+  layers = cached.layer_params(params, 0, 1)
+  modules = {
+    'open': run.open_draft.lower(
+      params, engine._slots, wanted, np.int32(1), ends
+    ),
+    'layers': run.layers.lower(
+      layers, h, cache.prefix[0], cache.tail[0], where, None
+    ),
+    'close': run.close_verify.lower(params, h, engine._slots, wanted, ends),
+  }
+  texts = {name: m.compile().as_text() for name, m in modules.items()}
+  found = {name: tpu_compiler.collectives(text) for name, text in texts.items()}
+  assert found == {'open': EMBEDDING, 'layers': LAYERS, 'close': HEAD}
+  # The tail is written in place: its shape is that of no copy.
+  tail = cache.tail[0].k
+  shard = tail.sharding.shard_shape(tail.shape)
+  made = [x for x in tpu_compiler.made(texts['layers']) if x.shape == shard]
+  assert not [str(x) for x in made if x.opcode == 'copy']
+
+
+@pytest.mark.parametrize('sides', SIDES)
+def test_a_transfer_communicates_nothing(sides):
+  """Each part goes from one device to one, and lands where it belongs."""
+  engine = bench(sides).engine
+  prompt = engines.prompt(100)
+  bench(sides).reference(prompt)
+  wire_test.check_slot(engine, 0, prompt, tail=True)
+  computed = engine.compute(prompt)
+  part, parts = next(iter(engine._sender.payloads(computed)))
+  assert len(parts) == 4
+  for arrays in parts:
+    assert {len(x.devices()) for x in jax.tree.leaves(arrays)} == {1}
+  where = wire.places(engine._mesh, len(parts))
+  moved = jax.device_put(parts, where)
+  buffers, rows, axis = wire._destination(engine.wire, engine._cache, part)
+  numbers = np.asarray(part.layers, np.int32)
+  insert = wire._insert_program(rows, axis, engine._mesh)
+  text = insert.lower(
+    buffers,
+    wire._joined(engine._mesh, moved, 1 if axis == 3 else 2),
+    np.int32(0),
+    numbers,
+    numbers,
+  )
+  assert not tpu_compiler.collectives(text.compile().as_text())
