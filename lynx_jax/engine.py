@@ -162,7 +162,7 @@ class Engine:
       rows=config.verify_rows,
       end_tokens=tuple(end_tokens),
       implementation=config.implementation,
-      mesh=mesh,
+      mesh=mesh_lib.if_several(mesh),
     )
     self._cache = kv_cache.allocate(model, codec, config, mesh)
     self._slots = jax.device_put(

@@ -16,6 +16,7 @@ own. With as many devices as KV heads or fewer, `replica` has size 1; with more,
 each KV head lies on several devices, which share its query heads.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,6 +80,7 @@ def of(tree: Any) -> Mesh:
   return of_sharding(jax.tree.leaves(tree)[0].sharding)
 
 
+@functools.cache
 def of_sharding(sharding: Sharding) -> Mesh:
   """Returns the mesh of a place; that of one device is made here."""
   if isinstance(sharding, NamedSharding):
@@ -100,14 +102,22 @@ def place(mesh: Mesh, spec: PartitionSpec) -> Sharding:
   return NamedSharding(mesh, spec)
 
 
+def if_several(mesh: Mesh) -> Mesh | None:
+  """Returns the mesh as programs know it: None is any single device.
+
+  So one function serves all of them.
+  """
+  return mesh if mesh.size > 1 else None
+
+
 def outputs(mesh: Mesh | None, specs: Any) -> Any:
-  """Returns `specs` as `program` takes them; None on one device, or on none.
+  """Returns `specs` as `program` takes them, for a mesh of `if_several`.
 
   On several devices a program that donates must say where its results lie.
   Otherwise XLA pairs donated buffers with results by their size alone, and
   copies where it pairs the wrong ones (jax 0.10.2).
   """
-  if mesh is None or mesh.size == 1:
+  if mesh is None:
     return None
   return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 

@@ -220,8 +220,9 @@ class Prefill:
     self._codec, self._engine = codec, engine
     graphs, self._params = cached.split(model)
     self._ranges = layer_ranges(model.config, engine)
+    self._mesh = mesh_lib.of(self._params)
     self._embed, self._layers, self._head = _programs(
-      graphs, engine.implementation, mesh_lib.of(self._params)
+      graphs, engine.implementation, mesh_lib.if_several(self._mesh)
     )
 
   def chunks(self, prompt: np.ndarray) -> Iterator[Prompt]:
@@ -279,7 +280,7 @@ class Prefill:
     size = self._engine.token_chunk
     tokens = -(-self._engine.prompt_tokens // size) * size
     heads = (self._model.kv_heads, self._model.head_dim)
-    place = mesh_lib.place(mesh_lib.of(self._params), mesh_lib.spec('L S K H'))
+    place = mesh_lib.place(self._mesh, mesh_lib.spec('L S K H'))
 
     def dense(layers):
       shape = (layers, tokens, *heads)

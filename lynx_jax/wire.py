@@ -143,7 +143,7 @@ def insert(
   prefix, tail = cache.prefix[part.layer_group], cache.tail[part.layer_group]
   buffers, rows, axis = _destination(wire, cache, part)
   mesh = mesh_lib.of(buffers)
-  filled = _insert_program(rows, axis, mesh)(
+  filled = _insert_program(rows, axis, mesh_lib.if_several(mesh))(
     buffers,
     _joined(mesh, payload, 1 if axis == 3 else 2),
     np.int32(slot),
@@ -214,6 +214,8 @@ def _destination(
 
 def _on(device: jax.Device, x: Array) -> Array:
   """Returns the part of an array that lies on a device."""
+  if len(x.sharding.device_set) == 1:
+    return x
   (shard,) = [s for s in x.addressable_shards if s.device == device]
   return shard.data
 
@@ -283,7 +285,7 @@ def _cut_program(rows: tuple[int, ...], axis: int, parts: int):
 
 
 @functools.cache
-def _insert_program(rows: tuple[int, ...], axis: int, mesh: Mesh):
+def _insert_program(rows: tuple[int, ...], axis: int, mesh: Mesh | None):
   """Compiles: puts `rows[i]` entries along `axis` of buffer i, a unit."""
   heads = 5 - axis  # the axes of rows and heads are 2 and 3
 

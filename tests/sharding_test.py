@@ -186,7 +186,7 @@ def test_a_transfer_communicates_nothing(sides):
   moved = jax.device_put(parts, where)
   buffers, rows, axis = wire._destination(engine.wire, engine._cache, part)
   numbers = np.asarray(part.layers, np.int32)
-  insert = wire._insert_program(rows, axis, engine._mesh)
+  insert = wire._insert_program(rows, axis, mesh_lib.if_several(engine._mesh))
   text = insert.lower(
     buffers,
     wire._joined(engine._mesh, moved, 1 if axis == 3 else 2),

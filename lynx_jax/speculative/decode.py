@@ -225,7 +225,7 @@ class Decoder:
     rows: T of the verify program.
     end_tokens: ids that end a text.
     implementation: of the kernels.
-    mesh: on which parameters and cache lie; None is one device.
+    mesh: of parameters and cache; see `mesh.if_several`.
   """
 
   def __init__(
