@@ -25,6 +25,10 @@ an emulated link or, with --config.link.emulated=False, over the real one:
     --certificate=PEM --key=PEM       TLS of the control channel, on either
     --authority=PEM                   side; payloads are not encrypted
 
+Compiled programs are kept in ~/.cache/lynx_jax for the next run.
+JAX_COMPILATION_CACHE_DIR=DIR moves that, JAX_ENABLE_COMPILATION_CACHE=false
+keeps none.
+
 Results are appended to WORKDIR/results.jsonl. A mistake of yours ends with one
 line that says what to change, and exit code 2; a lost prefill process with 3;
 Ctrl-C with 130.
