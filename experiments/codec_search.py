@@ -24,6 +24,7 @@ from flax import nnx
 
 from experiments import config, display, prompts, results, serving, summaries
 from lynx_jax import codec as codec_lib
+from lynx_jax import sampling
 from lynx_jax.config import (
   CodecConfig,
   ModelConfig,
@@ -395,7 +396,7 @@ def _pass_program(graphs: cached.Graphs):
   def run(params, prompt, tail, tokens, lengths, first):
     model = nnx.merge(graphs.model, params)
     logits, tail = forward(model, prompt, tail, tokens, lengths, first)
-    return logits, cached.greedy(logits), tail
+    return logits, sampling.greedy(logits), tail
 
   return program(run, name='pass', donate=(2,))
 
@@ -473,4 +474,4 @@ def _divergence(
   """Returns KL(target ‖ draft) and whether the most likely tokens agree."""
   p, q = jax.nn.log_softmax(target), jax.nn.log_softmax(draft)
   kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
-  return kl, cached.greedy(target) == cached.greedy(draft)
+  return kl, sampling.greedy(target) == sampling.greedy(draft)
