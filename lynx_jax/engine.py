@@ -77,6 +77,11 @@ __all__ = [
   'Step',
 ]
 
+# An adapted draft length holds for so many rounds on the device, and follows
+# the acceptance of so many rounds before. Rounds without drafts count among
+# those: after a bad stretch drafts are tried again.
+_ADAPTED_ROUNDS = 8
+_RECENT_ROUNDS = 32
 _POLL_S = 0.02  # longest wait for an arrival before looking at the rest
 _UNBOUNDED = np.iinfo(np.int32).max
 _PLACE = program(slots_lib.place, name='place', donate=(0,))
@@ -678,7 +683,8 @@ class Engine:
     elif drafts == 0 and (backlog or looks_up or not self._has_residual):
       self._cache, self._slots = self._decoder.verify(*arguments)
     else:
-      most = 1 if looks_up else _UNBOUNDED
+      adapts = self.config.draft_tokens is None
+      most = 1 if looks_up else _ADAPTED_ROUNDS if adapts else _UNBOUNDED
       self._cache, self._slots = self._decoder.rounds(*arguments, drafts, most)
     self._read(entries, Phase.VERIFY, start_s, draft_tokens=drafts)
 
@@ -696,7 +702,7 @@ class Engine:
     if self.costs is None:
       return self.config.verify_rows // 2
     return draft_length.best(
-      [r for e in entries for r in e.result.rounds],
+      [r for e in entries for r in e.result.rounds[-_RECENT_ROUNDS:]],
       draft_s=self.costs.draft_s,
       verify_s=self.costs.verify_s,
       most=self.config.verify_rows - 1,

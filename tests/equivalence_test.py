@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from lynx_jax import config as config_lib
 from lynx_jax import kv_cache, programs
 from lynx_jax.engine import Costs, Form, Mode, Request
-from lynx_jax.kv_cache import Cache
 from lynx_jax.models import cached
 from lynx_jax.speculative import decode
 from lynx_jax.speculative import slots as slots_lib

@@ -134,7 +134,7 @@ def test_noise_is_gumbel_and_fine_in_its_tail():
     wanted = np.exp(-np.exp(-np.sort(row)))
     distance = np.abs(wanted - (np.arange(row.size) + 0.5) / row.size).max()
     assert distance * math.sqrt(row.size) < 2.7
-    assert len(set(np.sort(row)[-1000:])) == 1000
+    assert len(set(np.sort(row)[-100:])) == 100
     assert np.isfinite(row).all()
 
 
@@ -247,7 +247,7 @@ def test_drafts_agree_as_often_as_the_coupling_allows(how):
 
 # Committed tokens, out of the programs of an engine.
 
-SLOTS, LENGTH, ROWS = engines.MODEL.vocab, 70, 4
+TOKENS, SLOTS, LENGTH, ROWS = engines.MODEL.vocab, 16, 70, 4
 SETUP = engines.setup(
   (1, 4),
   slots=SLOTS,
@@ -279,19 +279,21 @@ class _Prompt:
     self.cache = jax.tree.map(
       lambda x: jnp.broadcast_to(x[:, :1], x.shape), cache
     )
-    every = np.tile(np.arange(SLOTS, dtype=np.int32)[:, None], ROWS)
-    slots = dataclasses.replace(
-      self.start(0), drafts=every, n_drafts=jnp.ones(SLOTS, jnp.int32)
-    )
 
-    def logits(params, slots, cache):
+    def probabilities(params, cache, slots):
       tokens, rows = decode.verify_rows(slots, jnp.ones(SLOTS, bool), ROWS)
       model = nnx.merge(graphs.model, params)
-      return cached.forward(model, tokens, cache.prefix, cache.tail, rows)[0]
+      logits, _ = cached.forward(model, tokens, cache.prefix, cache.tail, rows)
+      return jax.nn.softmax(logits)
 
-    run = programs.program(logits, name='logits')
-    p = jax.nn.softmax(run(self.params, slots, self.cache))
-    self.first, self.second = np.asarray(p)[0, 0], np.asarray(p)[:, 1]
+    run = programs.program(probabilities, name='probabilities')
+    p = []
+    for tokens in np.arange(TOKENS, dtype=np.int32).reshape(-1, SLOTS, 1):
+      slots = dataclasses.replace(
+        self.start(0), drafts=jnp.asarray(np.tile(tokens, ROWS))
+      )
+      p.append(np.asarray(run(self.params, self.cache, slots)))
+    self.first, self.second = p[0][0, 0], np.concatenate(p)[:, 1]
 
   def start(self, seed: int) -> slots_lib.Slots:
     """Returns slots whose seeds count from `seed`, at temperature 1."""
@@ -315,14 +317,16 @@ class _Prompt:
 
   def commit(self, slots: slots_lib.Slots, *, sharpen: bool) -> slots_lib.Slots:
     """Runs one round of drafts and their verification."""
-    arguments, wanted = (self.params, self.cache), np.ones(SLOTS, bool)
+    wanted = np.ones(SLOTS, bool)
     if sharpen:
       slots = self.draft(slots)
       self.cache, slots = self.decoder.verify(
         self.params, self.cache, slots, wanted
       )
     else:
-      self.cache, slots = self.decoder.rounds(*arguments, slots, wanted, 2, 1)
+      self.cache, slots = self.decoder.rounds(
+        self.params, self.cache, slots, wanted, 2, 1
+      )
     return slots
 
 
@@ -347,7 +351,7 @@ def test_committed_tokens_follow_the_target(prompt, sharpen):
   _check_distribution(out[:, 0], prompt.first, tests=20)
   # Whether there is a second one depends on the first one alone.
   tested = 0
-  for token in range(SLOTS):
+  for token in range(TOKENS):
     here = (count > 1) & (out[:, 0] == token)
     if here.sum() > 500:
       _check_distribution(out[here, 1], prompt.second[token], tests=20)
