@@ -33,7 +33,7 @@ from lynx_jax.engine import Engine, Event, Request, State
 from lynx_jax.kv_cache import Cache
 from lynx_jax.models import presets, transformer
 from lynx_jax.models.transformer import Transformer
-from lynx_jax.sampling import GREEDY, Sampling
+from lynx_jax.sampling import GREEDY, Sampling, Samplings
 from lynx_jax.transport import courier, links
 from lynx_jax.transport.streams import Stream
 
@@ -152,6 +152,12 @@ SAMPLINGS = (
   Sampling(temperature=0.8, seed=1),
   Sampling(temperature=2.0, top_k=20, top_p=0.9, min_p=0.01, seed=2**32 - 1),
 )
+
+
+def side_by_side(*samplings: Sampling) -> Samplings:
+  """Returns the rows of requests that sample so, a slot each."""
+  rows = [each.row() for each in samplings]
+  return jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *rows)
 
 
 class Bench:

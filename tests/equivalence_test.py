@@ -84,6 +84,7 @@ def _slots(lengths=(150, 97, 20), drafts=(5, 3, 0), seed=0) -> slots_lib.Slots:
     drafts=jnp.asarray(tokens[:, 1:]),
     n_drafts=jnp.asarray(drafts, jnp.int32),
     n_out=jnp.ones((SLOTS,), jnp.int32),
+    samplings=engines.side_by_side(*engines.SAMPLINGS),
   )
   return jax.device_put(state, engines.DECODE_DEVICE)
 
