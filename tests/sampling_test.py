@@ -241,10 +241,11 @@ def test_drafts_agree_as_often_as_the_coupling_allows(how):
 
 # Committed tokens, out of the programs that close an engine's passes.
 
-TOKENS, SLOTS, ROWS, BATCH = engines.MODEL.vocab, 16, 2, 2048
-SETUP = engines.setup(
-  (1, 4), slots=SLOTS, prompt_tokens=80, layer_groups=1, verify_rows=ROWS
-)
+# Layers are those of the equivalence test, which has compiled them.
+SETUP = engines.SETUPS['coarse']
+SLOTS, ROWS = SETUP.config.slots, SETUP.config.verify_rows
+DRAFTS = SETUP.config.backlog_tokens
+TOKENS, BATCH = engines.MODEL.vocab, 2048
 
 
 class _Prompt:
@@ -259,8 +260,9 @@ class _Prompt:
   """
 
   def __init__(self):
-    model = engines.model(layers=1)
-    graphs, self.params = cached.split(model)
+    model = engines.model()
+    graphs, params = cached.split(model)
+    self.params = jax.device_put(params, engines.DECODE_DEVICE)
     ranges = config.layer_ranges(model.config, SETUP.config)
     self._decoder = decode.Decoder(graphs, ranges, rows=ROWS)
     cache = engines.filled(
@@ -268,7 +270,10 @@ class _Prompt:
     )
     # All slots hold what slot 0 holds.
     prefix, tail = jax.tree.map(
-      lambda x: jnp.broadcast_to(x[:, :1], x.shape), (cache.prefix, cache.tail)
+      lambda x: jax.device_put(
+        jnp.broadcast_to(x[:, :1], x.shape), engines.DECODE_DEVICE
+      ),
+      (cache.prefix, cache.tail),
     )
 
     def run(prefix, rows, drafts, residual_tokens=None):
@@ -287,18 +292,19 @@ class _Prompt:
       )
       return np.asarray(h)
 
-    none = np.zeros((SLOTS, ROWS), np.int32)
-    landed = np.full((1, SLOTS), 16, np.int32)
+    none = np.zeros((SLOTS, DRAFTS), np.int32)
+    every = np.arange(TOKENS + -TOKENS % SLOTS, dtype=np.int32) % TOKENS
+    landed = np.full((1, SLOTS), 32, np.int32)
     self._draft = {
       False: run(kv_cache.anchor_only(prefix), 1, none)[:1],
       True: run(prefix, 1, none, landed)[:1],
     }
     self._verify = np.concatenate(
       [
-        run(prefix, ROWS, np.tile(tokens, ROWS))
-        for tokens in np.arange(TOKENS, dtype=np.int32).reshape(-1, SLOTS, 1)
+        run(prefix, ROWS, np.tile(tokens, DRAFTS))
+        for tokens in every.reshape(-1, SLOTS, 1)
       ]
-    )
+    )[:TOKENS]
     p = np.asarray(jax.nn.softmax(jax.jit(model.head)(self._verify)))
     self.first, self.second = p[0, 0], p[:, 1]
 
@@ -320,16 +326,17 @@ class _Prompt:
 
 
 def _slots(count: int, seed: int) -> slots_lib.Slots:
-  """Returns slots at temperature 1, all after one prompt of 70 tokens."""
+  """Returns slots at temperature 1, all after one prompt of 150 tokens."""
   full = functools.partial(jnp.full, count, dtype=jnp.int32)
-  return dataclasses.replace(
-    slots_lib.empty(count, drafts=ROWS, output_tokens=8),
-    prefix_tokens=full(32),
-    length=full(70),
+  slots = dataclasses.replace(
+    slots_lib.empty(count, drafts=DRAFTS, output_tokens=engines.OUTPUT_TOKENS),
+    prefix_tokens=full(128),
+    length=full(150),
     last_token=full(3),
     remaining=full(8),
     samplings=_seeds(seed + np.arange(count)),
   )
+  return jax.device_put(slots, engines.DECODE_DEVICE)
 
 
 @functools.cache
@@ -338,7 +345,7 @@ def _prompt() -> _Prompt:
 
 
 @pytest.mark.parametrize('sharpen', [False, True])
-@pytest.mark.xdist_group('sampling')
+@pytest.mark.xdist_group('coarse')
 def test_committed_tokens_follow_the_target(sharpen):
   prompt = _prompt()
   rounds = [prompt.round(n, sharpen) for n in range(0, DRAWS, BATCH)]
