@@ -6,7 +6,9 @@
 writes `summary` records: acceptance by shared noise and by rejection sampling
 in closed form, on text that follows the shipped prompts; the total variation
 between draws and the target's distribution; and tokens a second of decoding
-that drafts on the Anchor over decoding that does not.
+that drafts on the Anchor over decoding that does not. One alone:
+
+  python -m experiments.sampling_study acceptance --workdir=runs/sampling
 """
 
 import argparse
@@ -28,50 +30,62 @@ from lynx_jax.prefill import Prefill
 from lynx_jax.programs import fetch, program
 from lynx_jax.shapes import Array, Float32
 
+MEASUREMENTS = ('acceptance', 'total_variation', 'self_speculation')
 TEMPERATURES = (0.5, 0.7, 1.0)
 _DRAWS = 20_480
 _SLOTS = 16  # draws of one call: so many seeds at so many positions
 
 
 def main(arguments: list[str] | None = None) -> None:
-  """Runs the study."""
+  """Runs the measurements that were asked for, or all."""
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser.add_argument('measurements', nargs='*', default=[*MEASUREMENTS])
   parser.add_argument('--workdir', required=True)
   parser.add_argument('--prompt_tokens', type=int, default=1400)
   parser.add_argument('--text_tokens', type=int, default=192)
   parser.add_argument('--model', default='smollm2')
+  parser.add_argument('--pairs', type=int, default=3)
   chosen = parser.parse_args(arguments)
+  unknown = {*chosen.measurements} - {*MEASUREMENTS}
+  if unknown:
+    parser.error(f'{min(unknown)!r} must be one of {", ".join(MEASUREMENTS)}')
   values = latency.get_config()
   values.model.path, values.prompt_lengths = chosen.model, ''
   values.prompt_tokens = chosen.prompt_tokens + chosen.text_tokens
+  values.output_tokens = chosen.text_tokens
+  if chosen.model == 'tiny':
+    values.engine.layer_groups = 2
   settings = config.settings(values)
   (scheme,) = (s for s in settings.schemes if s.name == 'lynx')
   model = serving.load(settings.model_path, settings.model_dtype)
+  wanted = chosen.measurements
   with results.Writer(chosen.workdir) as writer, display.screen() as screen:
 
-    def write(records):
+    def write(*records):
       for record in records:
         writer.write(record)
         screen.note(f'{record["name"]}: {record["value"]:.4f}')
 
-    with screen.step('prefilling the prompts'):
-      logits = teacher_forced(
-        model, settings, scheme.codec, tokens=chosen.text_tokens
-      )
-    write(acceptance(logits))
-    with screen.step(f'drawing {_DRAWS} tokens'):
-      write([total_variation(logits[0][0][0, 0])])
-    engine = dataclasses.replace(
-      scheme.engine(settings.engine), output_tokens=chosen.text_tokens
-    )
-    with serving.connect(model, scheme, engine) as line:
-      with screen.step('warming up an engine'):
-        line.engine.warm_up()
-      text = model.tokenizer.encode(prompts.read(settings.prompts[0][0]))
-      with screen.step('decoding with and without drafts'):
-        write(
-          self_speculation(line.engine, text[: chosen.prompt_tokens], pairs=5)
+    if {'acceptance', 'total_variation'} & {*wanted}:
+      with screen.step('forcing the prompts on the model'):
+        logits = teacher_forced(
+          model, settings, scheme.codec, tokens=chosen.text_tokens
         )
+      if 'acceptance' in wanted:
+        write(*acceptance(logits))
+      if 'total_variation' in wanted:
+        with screen.step(f'drawing {_DRAWS} tokens'):
+          write(total_variation(logits[0][0][0, 0]))
+    if 'self_speculation' in wanted:
+      file, _ = settings.prompts[0]
+      text = model.tokenizer.encode(prompts.read(file))[: chosen.prompt_tokens]
+      with serving.connect(
+        model, scheme, scheme.engine(settings.engine)
+      ) as line:
+        with screen.step('warming up an engine'):
+          line.engine.warm_up()
+        with screen.step('decoding with and without drafts'):
+          write(*self_speculation(line.engine, text, pairs=chosen.pairs))
 
 
 # Blocks of a text: logits of the target and of drafts.

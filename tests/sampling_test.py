@@ -357,10 +357,10 @@ def test_committed_tokens_follow_the_target(sharpen):
   tested = 0
   for token in range(TOKENS):
     here = (out[:, 0] == token) & (out[:, 1] >= 0)
-    if here.sum() > 500:
+    if here.sum() > 400:
       _check_distribution(out[here, 1], prompt.second[token], tests=50)
       tested += 1
-  assert tested >= 5
+  assert tested >= 3
   # The check can fail: drafts are of another distribution.
   with pytest.raises(AssertionError):
     _check_distribution(drafts, prompt.first, tests=50)
