@@ -157,9 +157,12 @@ def filtered(
   # Relative to the largest: a low temperature must not make inf - inf.
   logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
 
-  def search():
-    order, ones = _order(logits), jnp.ones(logits.shape, jnp.int32)
-    kept = order >= _least(order, ones, top_k)
+  order = _order(logits)
+
+  def most_likely(kept):
+    return kept & (order >= _least(order, jnp.ones_like(order), top_k))
+
+  def nucleus(kept):
     likely = jax.nn.softmax(jnp.where(kept, logits, -jnp.inf), axis=-1)
     parts = jnp.round(likely * _ONE).astype(jnp.int32)
     whole = jnp.sum(parts, axis=-1, keepdims=True)
@@ -167,10 +170,12 @@ def filtered(
     least = _least(order, parts, jnp.minimum(limit, whole))
     return kept & ((order >= least) | (top_p >= 1))
 
-  needed = (samplings.top_k > 0) | (samplings.top_p < 1)
-  kept = jax.lax.cond(
-    jnp.any(warm & needed), search, lambda: jnp.ones(logits.shape, bool)
-  )
+  kept = jnp.ones(logits.shape, bool)
+  for used, keep in (
+    (samplings.top_k > 0, most_likely),
+    (samplings.top_p < 1, nucleus),
+  ):
+    kept = jax.lax.cond(jnp.any(warm & used), keep, lambda kept: kept, kept)
   kept = kept & (logits >= jnp.log(min_p))
   return jnp.where(kept, logits, -jnp.inf)
 
