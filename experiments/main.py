@@ -14,6 +14,8 @@ Any field can be set on the command line:
     --config.link.rate_gbps=R         rate of the link; without it the rate
                                       follows from --config.link.share
     --config.model.path=FILE          a .gguf file or Hugging Face directory
+    --config.sampling.temperature=T   samples, with top_k, top_p, min_p and seed
+                                      beside it; 0 is greedy
 
 Prefill can run in a process of its own, on this machine or another one, over
 an emulated link or, with --config.link.emulated=False, over the real one:
