@@ -13,7 +13,8 @@ Any field can be set on the command line:
     --config.codec.k=4,4              widths of the bit planes, Anchor first
     --config.link.rate_gbps=R         rate of the link; without it the rate
                                       follows from --config.link.share
-    --config.model.path=FILE          a .gguf file or Hugging Face directory
+    --config.model.path=PATH          a .gguf file, a Hugging Face directory, a
+                                      gs:// address or a hub id; docs/models.md
 
 Prefill can run in a process of its own, on this machine or another one, over
 an emulated link or, with --config.link.emulated=False, over the real one:
