@@ -7,6 +7,7 @@ merged by the log of their exponentiated sums, as in flash-decoding
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +81,10 @@ def attend(
   position = rows.positions(q.shape[1])  # B T
   if rule is None:
     rule = Rule(logits_scale=q.shape[-1] ** -0.5)
-  logits = {'logits_scale': rule.logits_scale, 'soft_cap': rule.soft_cap}
+  logits: dict[str, Any] = {
+    'logits_scale': rule.logits_scale,
+    'soft_cap': rule.soft_cap,
+  }
   first = rule.first_tokens(position)
   query = q.astype(jnp.float32)
   sinks = prefix.sinks_k.shape[2]

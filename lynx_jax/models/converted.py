@@ -37,16 +37,16 @@ def save(
   Raises:
     WeightsError: the directory holds a model already.
   """
-  path = epath.Path(path)
-  if is_converted(path) or (path / _PARAMS).exists():
+  root = epath.Path(path)
+  if is_converted(root) or (root / _PARAMS).exists():
     raise errors.WeightsError(
-      path, ['holds a model already'], 'Choose another directory.'
+      root, ['holds a model already'], 'Choose another directory.'
     )
-  path.mkdir(parents=True, exist_ok=True)
-  flat = nnx.to_flat_state(nnx.split(model)[1])
+  root.mkdir(parents=True, exist_ok=True)
+  flat: Any = nnx.to_flat_state(nnx.split(model)[1])
   with _checkpointer() as checkpointer:
     checkpointer.save(
-      (path / _PARAMS).resolve(),
+      (root / _PARAMS).resolve(),
       {
         _key(where): leaf.get_value()
         for where, leaf in flat
@@ -54,7 +54,7 @@ def save(
       },
     )
   # Last: a conversion that was interrupted is no model.
-  (path / _CONFIG).write_text(_to_json(config), 'utf-8')
+  (root / _CONFIG).write_text(_to_json(config), 'utf-8')
 
 
 def load(
@@ -64,10 +64,10 @@ def load(
   placement: weights.Placement = None,
 ) -> tuple[config_lib.ModelConfig, transformer.Transformer]:
   """Restores a model straight onto its placement; see `weights.load`."""
-  path = epath.Path(path)
-  config = dataclasses.replace(_from_json(path / _CONFIG), dtype=dtype)
+  root = epath.Path(path)
+  config = dataclasses.replace(_from_json(root / _CONFIG), dtype=dtype)
   graph, state = nnx.split(transformer.abstract_model(config))
-  flat = nnx.to_flat_state(state)
+  flat: Any = nnx.to_flat_state(state)
 
   def where(parameter: weights.ParameterPath) -> jax.sharding.Sharding:
     place = placement(parameter) if callable(placement) else placement
@@ -84,13 +84,13 @@ def load(
   }
   with _checkpointer() as checkpointer:
     try:
-      _check_shapes(checkpointer, path, wanted)
-      found = checkpointer.restore((path / _PARAMS).resolve(), wanted)
+      _check_shapes(checkpointer, root, wanted)
+      found = checkpointer.restore((root / _PARAMS).resolve(), wanted)
     except errors.WeightsError:
       raise
     except (OSError, ValueError, KeyError) as error:
       raise errors.WeightsError(
-        path / _PARAMS, [f'cannot be restored: {error}'], _REPAIR
+        root / _PARAMS, [f'cannot be restored: {error}'], _REPAIR
       ) from error
   arrays = {
     parameter: found[_key(parameter)]

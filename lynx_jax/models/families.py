@@ -475,7 +475,10 @@ def _gguf_scaling(
   if ROPE_DIVISORS in file.tensors:
     fields.expect('rope.scaling.type', 'none')
     return _llama3_scaling(file, head_dim, theta, fields)
-  if kind == Scaling.LINEAR.value:
+  fields.expect('rope.scale_linear', 1.0)  # of old files
+  has_factor = fields.key('rope.scaling.factor') in file.metadata
+  # llama.cpp's own default of the kind is linear.
+  if kind == Scaling.LINEAR.value or (kind is None and has_factor):
     factor = fields.number('rope.scaling.factor')
     return fields.build(RopeScaling, {'kind': Scaling.LINEAR, 'factor': factor})
   fields.expect('rope.scaling.type', 'none')

@@ -110,19 +110,19 @@ def read(path: str | os.PathLike[str]) -> GgufFile:
   Raises:
     WeightsError: the file is missing, not a GGUF, damaged or truncated.
   """
-  path = epath.Path(path)
+  file = epath.Path(path)
   try:
-    size_bytes = path.stat().length
-    with path.open('rb') as stream:
+    size_bytes = file.stat().length
+    with file.open('rb') as stream:
       cursor = _Cursor(stream, size_bytes)
       metadata, entries = _read_header(cursor)
       data_byte = _align(cursor.stream.tell(), metadata)
   except OSError as error:
     raise errors.WeightsError(
-      path, [f'cannot be read: {error.strerror}'], 'Check the path.'
+      file, [f'cannot be read: {error.strerror}'], 'Check the path.'
     ) from error
   except _Damaged as error:
-    raise errors.WeightsError(path, [str(error)], error.remedy) from error
+    raise errors.WeightsError(file, [str(error)], error.remedy) from error
   tensors: dict[str, TensorInfo] = {}
   problems = []
   for name, shape, kind, offset in entries:
@@ -134,8 +134,8 @@ def read(path: str | os.PathLike[str]) -> GgufFile:
     if info is not None:
       tensors[name] = info
   if problems:
-    raise errors.WeightsError(path, problems, _DAMAGED)
-  return GgufFile(path=path, metadata=metadata, tensors=tensors)
+    raise errors.WeightsError(file, problems, _DAMAGED)
+  return GgufFile(path=file, metadata=metadata, tensors=tensors)
 
 
 class _Damaged(Exception):

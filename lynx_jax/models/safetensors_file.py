@@ -60,8 +60,8 @@ def read_directory(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
   Raises:
     WeightsError: a file is missing, damaged, or lacks what the index says.
   """
-  path = epath.Path(path)
-  index = path / _INDEX
+  root = epath.Path(path)
+  index = root / _INDEX
   weight_map: dict[str, Any] = {}
   shards = [_SINGLE]
   if index.exists():
@@ -75,7 +75,7 @@ def read_directory(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
   problems = []
   for shard in shards:
     try:
-      for name, tensor in _read_shard(path, shard).items():
+      for name, tensor in _read_shard(root, shard).items():
         if name in tensors:
           problems.append(f'{name} is in {where[name]} and in {shard}')
         tensors[name], where[name] = tensor, shard
@@ -86,7 +86,7 @@ def read_directory(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
     if shard in where.values() and where.get(name) != shard:
       problems.append(f'{name} is not in {shard}, where the index has it')
   if problems:
-    raise errors.WeightsError(path, problems, _REPAIR)
+    raise errors.WeightsError(root, problems, _REPAIR)
   return tensors
 
 

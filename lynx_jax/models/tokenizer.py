@@ -141,11 +141,11 @@ class Tokenizer:
     Raises:
       WeightsError: a file is missing, damaged or contradicts another.
     """
-    path = epath.Path(path)
+    root = epath.Path(path)
     backends = _backends(
-      errors.read_text(path / 'tokenizer.json'), path / 'tokenizer.json'
+      errors.read_text(root / 'tokenizer.json'), root / 'tokenizer.json'
     )
-    options = _optional_json(path / 'tokenizer_config.json')
+    options = _optional_json(root / 'tokenizer_config.json')
     special = {
       name: text
       for name in _SPECIAL
@@ -161,7 +161,7 @@ class Tokenizer:
     ]
     ends = {ids[special['eos_token']]} if 'eos_token' in special else set()
     for name in ('config.json', 'generation_config.json'):
-      value = _optional_json(path / name).get('eos_token_id')
+      value = _optional_json(root / name).get('eos_token_id')
       ends |= set(value) if isinstance(value, list) else {value}
     added = backends['_markup'].get_added_tokens_decoder()
     ends |= {
@@ -178,21 +178,21 @@ class Tokenizer:
     ]
     if problems:
       raise errors.WeightsError(
-        path, problems, 'Fetch all tokenizer files of one revision.'
+        root, problems, 'Fetch all tokenizer files of one revision.'
       )
     return cls(
       vocab=vocab,
       bos=_bos_of_directory(backends['_markup'], options, special),
       ends=frozenset(ends),
-      chat_template=_chat_template(path, options),
+      chat_template=_chat_template(root, options),
       special_text=special,
       **backends,
     )
 
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the files from which `from_directory` makes an equal tokenizer."""
-    path = epath.Path(path)
-    path.mkdir(parents=True, exist_ok=True)
+    root = epath.Path(path)
+    root.mkdir(parents=True, exist_ok=True)
     options = {**self.special_text, 'add_bos_token': self.bos is not None}
     for name, text in (
       ('tokenizer.json', self._markup.to_str()),
@@ -201,7 +201,7 @@ class Tokenizer:
       ('chat_template.jinja', self.chat_template),
     ):
       if text is not None:
-        (path / name).write_text(text, 'utf-8')
+        (root / name).write_text(text, 'utf-8')
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of a text, after BOS where the model wants it.

@@ -24,7 +24,7 @@ from lynx_jax.shapes import Array, Float, Float32, Int32
 # attend(q, k, v) -> (out, state): q and out are [B,T,N,H], k and v [B,T,K,H].
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
   Activation.SILU: jax.nn.silu,
   Activation.GELU_TANH: functools.partial(jax.nn.gelu, approximate=True),
 }

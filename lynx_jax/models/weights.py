@@ -67,14 +67,14 @@ def load(
     WeightsError: the model is not whole, or of another architecture.
     MissingPackageError: the extra `weights` is not installed.
   """
-  path = paths.locate(path)
-  if not path.is_dir():
-    return load_gguf(path, dtype=dtype, placement=placement)
+  found = paths.locate(path)
+  if not found.is_dir():
+    return load_gguf(found, dtype=dtype, placement=placement)
   from lynx_jax.models import converted
 
-  if converted.is_converted(path):
-    return converted.load(path, dtype=dtype, placement=placement)
-  return load_safetensors(path, dtype=dtype, placement=placement)
+  if converted.is_converted(found):
+    return converted.load(found, dtype=dtype, placement=placement)
+  return load_safetensors(found, dtype=dtype, placement=placement)
 
 
 def load_gguf(
@@ -100,15 +100,15 @@ def load_safetensors(
   placement: Placement = None,
 ) -> tuple[config_lib.ModelConfig, transformer.Transformer]:
   """Loads a directory as Hugging Face writes it; see `load`."""
-  path = epath.Path(path)
-  stored = families.of_directory(path, dtype)
+  root = epath.Path(path)
+  stored = families.of_directory(root, dtype)
   tensors = {
     name: _Tensor(info.shape, info.rows)
-    for name, info in safetensors_file.read_directory(path).items()
+    for name, info in safetensors_file.read_directory(root).items()
   }
   if stored.config.tied_embeddings:
-    _drop_tied_copy(path, stored, tensors)
-  return stored.config, _build(path, stored, tensors, placement)
+    _drop_tied_copy(root, stored, tensors)
+  return stored.config, _build(root, stored, tensors, placement)
 
 
 def find_packaged_gguf() -> pathlib.Path:
@@ -346,15 +346,16 @@ def _drop_tied_copy(
   if not copies or originals[0] not in tensors:
     return
   copy, embedding = tensors.pop(copies[0]), tensors[originals[0]]
+  rows = copy.shape[0]
   with paths.files() as files:
-    rows = copy.shape[0]
+
+    def is_equal(start: int) -> bool:
+      stop = min(start + _TIED_ROWS, rows)
+      one, other = (x.rows(start, stop, files) for x in (copy, embedding))
+      return np.array_equal(one, other)
+
     same = copy.shape == embedding.shape and all(
-      np.array_equal(
-        *(
-          x.rows(i, min(i + _TIED_ROWS, rows), files) for x in (copy, embedding)
-        )
-      )
-      for i in range(0, rows, _TIED_ROWS)
+      map(is_equal, range(0, rows, _TIED_ROWS))
     )
   if not same:
     raise errors.WeightsError(
