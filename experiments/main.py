@@ -13,7 +13,8 @@ Any field can be set on the command line:
     --config.codec.k=4,4              widths of the bit planes, Anchor first
     --config.link.rate_gbps=R         rate of the link; without it the rate
                                       follows from --config.link.share
-    --config.model.path=FILE          a .gguf file or Hugging Face directory
+    --config.model.path=PATH          a .gguf file, a Hugging Face directory, a
+                                      gs:// address or a hub id; docs/models.md
     --config.sampling.temperature=T   samples, with top_k, top_p, min_p and seed
                                       beside it; 0 is greedy
 
