@@ -83,7 +83,10 @@ def serve(
   host, _ = _numeric(options.listen)
   with screen.step(f'loading {settings.model_path}'):
     model = serving.load(
-      settings.model_path, settings.model_dtype, (settings.prefill_mesh,)
+      settings.model_path,
+      settings.model_dtype,
+      (settings.prefill_mesh,),
+      settings.model_tokenizer,
     )
   longest = max(tokens for _, tokens in settings.prompts)
   engine = dataclasses.replace(settings.engine, prompt_tokens=longest)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lynx_jax import kv_cache
 from lynx_jax import mesh as mesh_lib
+from lynx_jax import sampling as sampling_lib
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import (
   CodecConfig,
@@ -31,6 +32,7 @@ from lynx_jax.models import cached
 from lynx_jax.models.transformer import Layer, Transformer
 from lynx_jax.pallas_kernels import chunk_attention, split_kv
 from lynx_jax.programs import fetch, program
+from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.shapes import Array, BFloat16, Bool, Float, Int32
 
 
@@ -90,14 +92,17 @@ def prefill_layers(
   everywhere = PartitionSpec()
   for index, layer in enumerate(layers):
 
-    def attend(q, k, v, index=index, kv=kv):
+    def attend(q, k, v, index=index, rule=layer.rule, kv=kv):
       out, kv, good = mesh_lib.on_each_shard(
-        functools.partial(_attend, layer=index, implementation=implementation),
+        functools.partial(
+          _attend, layer=index, rule=rule, implementation=implementation
+        ),
         (
           mesh_lib.spec('B T N H'),
           heads,
           heads,
           caches,
+          everywhere,
           everywhere,
           everywhere,
         ),
@@ -108,6 +113,7 @@ def prefill_layers(
         kv,
         offset,
         count,
+        rule.window if isinstance(rule.window, jax.Array) else None,
       )
       finite.append(good)
       return out, kv
@@ -116,7 +122,7 @@ def prefill_layers(
   return h, kv, jnp.stack(finite)
 
 
-def _attend(q, k, v, kv, offset, count, *, layer, implementation):
+def _attend(q, k, v, kv, offset, count, window, *, layer, rule, implementation):
   """Writes a chunk's KV, and attends, with the heads of one device."""
   at = (layer, offset, 0, 0)
   kv = DenseKV(
@@ -130,7 +136,15 @@ def _attend(q, k, v, kv, offset, count, *, layer, implementation):
     [jnp.all(jnp.isfinite(x) | padding, axis=(0, 1, 3)) for x in (k, v)]
   )
   out = chunk_attention(
-    q, kv.k, kv.v, layer=layer, offset=offset, implementation=implementation
+    q,
+    kv.k,
+    kv.v,
+    layer=layer,
+    offset=offset,
+    logits_scale=rule.logits_scale,
+    soft_cap=rule.soft_cap,
+    window=rule.window if window is None else window,
+    implementation=implementation,
   )
   return out.astype(q.dtype), kv, finite
 
@@ -192,7 +206,7 @@ class Prompt:
     tokens: P.
     prefix_tokens: E.
     kv: dense keys and values of all layer groups.
-    token: the most likely token after those computed.
+    token: what follows those computed.
     split: token chunk → layer groups, for those that were split.
   """
 
@@ -225,13 +239,16 @@ class Prefill:
       graphs, engine.implementation, mesh_lib.if_several(self._mesh)
     )
 
-  def chunks(self, prompt: np.ndarray) -> Iterator[Prompt]:
+  def chunks(
+    self, prompt: np.ndarray, sampling: Sampling = GREEDY
+  ) -> Iterator[Prompt]:
     """Yields the growing `Prompt` each time a token chunk was computed.
 
     The device has finished the chunk when it is yielded.
 
     Args:
       prompt: i32[P] token ids, 1 <= P <= engine.prompt_tokens.
+      sampling: how token 1 is chosen.
 
     Raises:
       NonFiniteError: naming layers and tensors.
@@ -253,7 +270,13 @@ class Prefill:
         kv.append(dense)
         finite.append(good)
       state.kv = tuple(kv)
-      last = self._head(self._params, h, np.int32(len(part) - 1))
+      last = self._head(
+        self._params,
+        h,
+        np.int32(len(part) - 1),
+        np.int32(offset + len(part)),
+        sampling.row(),
+      )
       token, good = fetch((last, finite))
       good = np.all(np.concatenate(good), axis=-1)
       if not good.all():
@@ -311,9 +334,14 @@ def _programs(
       implementation=implementation,
     )
 
-  def head(params, h, row):
+  def head(params, h, row, position, samplings):
     last = jax.lax.dynamic_slice_in_dim(h, row, 1, axis=1)
-    return cached.greedy(nnx.merge(graphs.model, params).head(last))[0, 0]
+    logits = nnx.merge(graphs.model, params).head(last)
+    samplings = jax.tree.map(lambda x: x[None], samplings)
+    tokens = sampling_lib.choose(
+      logits, samplings, position[None, None], jnp.ones((1,), bool)
+    )
+    return tokens[0, 0]
 
   everywhere = PartitionSpec()
   kv = mesh_lib.spec('L S K H'), mesh_lib.spec('L kv K')
