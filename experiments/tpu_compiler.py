@@ -121,6 +121,7 @@ class ModuleReport:
     calls: of Pallas kernels, by name.
     kernels: the different ones among them.
     temp_bytes: HBM the module allocates besides arguments and results.
+    flops, bytes_accessed: of one chip, kernels left out.
     optimal_s: the compiler's own estimate for XLA fusions.
     copies: those of at least 1 MiB that it makes, as 'dtype[shape] opcode'.
     hlo: the optimised module.
@@ -129,6 +130,8 @@ class ModuleReport:
   calls: tuple[str, ...]
   kernels: tuple[KernelReport, ...]
   temp_bytes: int
+  flops: float
+  bytes_accessed: float
   optimal_s: float
   copies: tuple[str, ...]
   hlo: str
@@ -146,13 +149,14 @@ def compile_for(
     generation: a key of `CHIPS`.
     fn: what `jax.jit` takes, or has returned.
     *args: pytrees of `jax.ShapeDtypeStruct`; those with shardings, which must
-      be of `devices(generation)`, keep them.
+      be of `devices` of that generation, keep them.
     **jit_options: for `jax.jit`, if it is not jitted.
 
   Raises:
     Whatever the compiler raises.
   """
-  one = jax.sharding.SingleDeviceSharding(devices(generation)[0])
+  chip = devices(CHIPS[generation].topology)[0]
+  one = jax.sharding.SingleDeviceSharding(chip)
   placed = jax.tree.map(
     lambda x: x if x.sharding else x.update(sharding=one), args
   )
@@ -160,7 +164,7 @@ def compile_for(
     shutil.rmtree(file) if file.is_dir() else file.unlink()
   jitted = fn if hasattr(fn, 'trace') else jax.jit(fn, **jit_options)
   compiled = jitted.trace(*placed).lower(lowering_platforms=('tpu',)).compile()
-  hlo = compiled.as_text()
+  hlo, costs = compiled.as_text(), compiled.cost_analysis()
   calls = tuple(
     re.findall(
       r'%(\S+) = [^\n]*custom-call\([^\n]*'
@@ -172,17 +176,18 @@ def compile_for(
     calls=calls,
     kernels=tuple(_kernels(calls)),
     temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
-    optimal_s=compiled.cost_analysis().get('optimal_seconds', 0.0),
+    flops=costs.get('flops', 0.0),
+    bytes_accessed=costs.get('bytes accessed', 0.0),
+    optimal_s=costs.get('optimal_seconds', 0.0),
     copies=tuple(large_copies(hlo)),
     hlo=hlo,
   )
 
 
-def devices(generation: str) -> list[jax.Device]:
-  """Returns the chips of the topology for which `compile_for` compiles."""
-  name = CHIPS[generation].topology
+def devices(topology: str) -> list[jax.Device]:
+  """Returns the chips of a topology, such as that of a `Chip`."""
   return topologies.get_topology_desc(
-    platform='tpu', topology_name=name
+    platform='tpu', topology_name=topology
   ).devices
 
 

@@ -87,7 +87,7 @@ def of_sharding(sharding: Sharding) -> Mesh:
     assert isinstance(sharding.mesh, Mesh)
     return sharding.mesh
   (device,) = sharding.device_set
-  return Mesh(np.array([[device]]), (KV, REPLICA))
+  return Mesh(np.full((1, 1), device, object), (KV, REPLICA))
 
 
 def spec(axes: str) -> PartitionSpec:
@@ -98,7 +98,7 @@ def spec(axes: str) -> PartitionSpec:
 def place(mesh: Mesh, spec: PartitionSpec) -> Sharding:
   """Returns where an array so split lies."""
   if mesh.size == 1:
-    return jax.sharding.SingleDeviceSharding(mesh.devices.item())
+    return jax.sharding.SingleDeviceSharding(*mesh.devices.flat)
   return NamedSharding(mesh, spec)
 
 
@@ -130,7 +130,7 @@ def places(mesh: Mesh, params: nnx.State) -> nnx.State:
 
   def one(param: nnx.Variable) -> nnx.Variable:
     axes = param.get_metadata().get('out_sharding', ())
-    sizes = zip(axes, param.get_value().shape, strict=bool(axes))
+    sizes = zip(axes, param.get_value().shape, strict=len(axes) > 0)
     split = (
       RULES.get(axis) if axis != 'V' or size % mesh.size == 0 else None
       for axis, size in sizes

@@ -125,7 +125,7 @@ def on_mesh(tree, places):
 def test_a_round_on_four_chips_reduces_twice_a_layer():
   """Each chip runs the kernel on its own heads, and copies no cache."""
   model = MODELS['Llama-3.1-8B']
-  made = mesh_lib.make(tpu_compiler.devices('v5e'), model)
+  made = mesh_lib.make(tpu_compiler.devices('v5e:2x2'), model)
   assert made.size == 4
   graphs, params = split(model)
   params = tuple(on_mesh(p, mesh_lib.places(made, p)) for p in params)
