@@ -172,5 +172,16 @@ def parts(one: Mesh, other: Mesh) -> int:
   """Returns into how many parts KV heads are cut to go between two meshes.
 
   A part lies on one shard of either; see `wire`.
+
+  Raises:
+    ConfigError: both have several devices, and share some. Each side's thread
+      starts its own programs; two that communicate could then wait for each
+      other for ever, started in another order on another device.
   """
+  shared = {*one.devices.flat} & {*other.devices.flat}
+  require(
+    not shared or 1 in (one.size, other.size),
+    f'prefill and decode share {len(shared)} devices; sides of several devices '
+    'need devices of their own',
+  )
   return math.lcm(len(one.devices), len(other.devices))

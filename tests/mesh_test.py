@@ -81,5 +81,12 @@ def test_arrays_of_one_device_lie_on_a_mesh_of_it():
 @pytest.mark.parametrize('one, other, parts', [(1, 1, 1), (2, 4, 4), (4, 2, 4)])
 def test_parts_lie_within_a_shard_of_either_side(one, other, parts):
   devices = jax.devices()
-  sides = mesh.make(devices[:one], MODEL), mesh.make(devices[:other], MODEL)
+  sides = mesh.make(devices[:one], MODEL), mesh.make(devices[-other:], MODEL)
   assert mesh.parts(*sides) == parts
+
+
+def test_sides_of_several_devices_share_none():
+  devices = jax.devices()
+  sides = mesh.make(devices[:4], MODEL), mesh.make(devices[3:5], MODEL)
+  with pytest.raises(ConfigError, match='share 1 devices'):
+    mesh.parts(*sides)
