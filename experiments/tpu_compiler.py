@@ -121,7 +121,6 @@ class ModuleReport:
     calls: of Pallas kernels, by name.
     kernels: the different ones among them.
     temp_bytes: HBM the module allocates besides arguments and results.
-    flops, bytes_accessed: of one chip, kernels left out.
     optimal_s: the compiler's own estimate for XLA fusions.
     copies: those of at least 1 MiB that it makes, as 'dtype[shape] opcode'.
     hlo: the optimised module.
@@ -130,8 +129,6 @@ class ModuleReport:
   calls: tuple[str, ...]
   kernels: tuple[KernelReport, ...]
   temp_bytes: int
-  flops: float
-  bytes_accessed: float
   optimal_s: float
   copies: tuple[str, ...]
   hlo: str
@@ -164,7 +161,7 @@ def compile_for(
     shutil.rmtree(file) if file.is_dir() else file.unlink()
   jitted = fn if hasattr(fn, 'trace') else jax.jit(fn, **jit_options)
   compiled = jitted.trace(*placed).lower(lowering_platforms=('tpu',)).compile()
-  hlo, costs = compiled.as_text(), compiled.cost_analysis()
+  hlo = compiled.as_text()
   calls = tuple(
     re.findall(
       r'%(\S+) = [^\n]*custom-call\([^\n]*'
@@ -176,9 +173,7 @@ def compile_for(
     calls=calls,
     kernels=tuple(_kernels(calls)),
     temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
-    flops=costs.get('flops', 0.0),
-    bytes_accessed=costs.get('bytes accessed', 0.0),
-    optimal_s=costs.get('optimal_seconds', 0.0),
+    optimal_s=compiled.cost_analysis().get('optimal_seconds', 0.0),
     copies=tuple(large_copies(hlo)),
     hlo=hlo,
   )
