@@ -85,7 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
         model, scheme, scheme.engine(settings.engine)
       ) as line:
         with screen.step('warming up an engine'):
-          line.engine.warm_up()
+          costs = line.engine.warm_up()
+        screen.note(
+          f'a draft {costs.draft_s:.3f} s, a verification '
+          f'{costs.verify_s:.3f} s, one row alone {costs.plain_s:.3f} s'
+        )
         with screen.step('decoding with and without drafts'):
           write(*self_speculation(line.engine, text, pairs=chosen.pairs))
 
