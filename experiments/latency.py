@@ -44,7 +44,10 @@ def run(
   """
   with screen.step(f'loading {settings.model_path}'):
     model = serving.load(
-      settings.model_path, settings.model_dtype, settings.prefill_devices
+      settings.model_path,
+      settings.model_dtype,
+      settings.prefill_devices,
+      settings.model_tokenizer,
     )
   texts = {
     file: prompts.cut(

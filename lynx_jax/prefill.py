@@ -87,7 +87,7 @@ def prefill_layers(
   finite = []
   for index, layer in enumerate(layers):
 
-    def attend(q, k, v, index=index, kv=kv):
+    def attend(q, k, v, index=index, rule=layer.rule, kv=kv):
       at = (index, offset, 0, 0)
       kv = DenseKV(
         jax.lax.dynamic_update_slice(kv.k, k.astype(kv.k.dtype), at),
@@ -103,6 +103,9 @@ def prefill_layers(
         kv.v,
         layer=index,
         offset=offset,
+        logits_scale=rule.logits_scale,
+        soft_cap=rule.soft_cap,
+        window=rule.window,
         implementation=implementation,
       )
       return out.astype(q.dtype), kv

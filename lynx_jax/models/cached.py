@@ -70,7 +70,7 @@ def run_layers(
   positions = rows.positions(h.shape[1])
   for index, layer in enumerate(layers):
 
-    def cached(q, k, v, index=index, tail=tail):
+    def cached(q, k, v, index=index, layer=layer, tail=tail):
       return attend(
         q,
         k,
@@ -81,6 +81,7 @@ def run_layers(
         rows=rows,
         residual_tokens=residual_tokens,
         implementation=implementation,
+        rule=layer.rule,
       )
 
     h, tail = layer(h, positions, cached)
