@@ -14,7 +14,7 @@ target's distribution, teacher-forced on the model's bfloat16 continuation.
 import dataclasses
 import functools
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from flax import nnx
 
 from experiments import config, display, prompts, results, serving, summaries
 from lynx_jax import codec as codec_lib
+from lynx_jax import sampling
 from lynx_jax.config import (
   CodecConfig,
   ModelConfig,
@@ -330,14 +331,28 @@ class Oracle:
     and the target's of those before, as in a long round.
     """
     assert self.forced is not None
-    tail, parts = self._tail(), []
-    for row in range(0, self._tokens, _BLOCK):
-      tokens = self.forced[:, row : row + _BLOCK]
-      seen, _, tail = self._run(draft, tail, tokens, row)
-      wanted, _, tail = self._run(target, tail, tokens, row)
-      parts.append(fetch(self._compare(wanted, seen)))
+    parts = [
+      fetch(self._compare(wanted, seen))
+      for wanted, seen in self.logits(self.forced, target, draft)
+    ]
     kl, agree = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
     return kl.mean(axis=1).tolist(), agree.mean(axis=1).tolist()
+
+  def logits(
+    self, text: np.ndarray, target: Layers, draft: Layers
+  ) -> Iterator[tuple[Float32[Array, 'B T V'], Float32[Array, 'B T V']]]:
+    """Yields the logits of both, block by block of a text they are forced on.
+
+    Args:
+      text: i32[B, tokens], a row a prompt.
+      target, draft: the prompts' KV as either reads it.
+    """
+    tail = self._tail()
+    for row in range(0, self._tokens, _BLOCK):
+      tokens = text[:, row : row + _BLOCK]
+      seen, _, tail = self._run(draft, tail, tokens, row)
+      wanted, _, tail = self._run(target, tail, tokens, row)
+      yield wanted, seen
 
   def accept(
     self, target: Layers, draft: Layers
@@ -398,7 +413,7 @@ def _pass_program(graphs: cached.Graphs):
   def run(params, prompt, tail, tokens, lengths, first):
     model = nnx.merge(graphs.model, params)
     logits, tail = forward(model, prompt, tail, tokens, lengths, first)
-    return logits, cached.greedy(logits), tail
+    return logits, sampling.greedy(logits), tail
 
   return program(run, name='pass', donate=(2,))
 
@@ -487,4 +502,4 @@ def _divergence(
   """Returns KL(target ‖ draft) and whether the most likely tokens agree."""
   p, q = jax.nn.log_softmax(target), jax.nn.log_softmax(draft)
   kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
-  return kl, cached.greedy(target) == cached.greedy(draft)
+  return kl, sampling.greedy(target) == sampling.greedy(draft)

@@ -25,7 +25,7 @@ from lynx_jax.config import (
   TensorCodec,
   require,
 )
-from lynx_jax.engine import Mode
+from lynx_jax.engine import Mode, Sampling
 
 
 def base() -> ml_collections.ConfigDict:
@@ -101,6 +101,9 @@ def base() -> ml_collections.ConfigDict:
         # round-trip time are those above.
         'emulated': True,
       },
+      # How tokens are chosen; at temperature 0 the most likely ones are. Runs
+      # with one seed draw the same noise, so that outputs can be compared.
+      'sampling': dataclasses.asdict(Sampling()),
       # Comma-separated values to go through instead of one rate and one RTT.
       'sweep': {'link_gbps': '', 'rtt_ms': ''},
       # A last run that measures acceptance alone; no tokens, no run.
@@ -246,6 +249,7 @@ class Settings:
   model_tokenizer: str
   model_dtype: str
   engine: EngineConfig
+  sampling: Sampling
   link: Link
   sweep_gbps: tuple[float, ...]
   sweep_rtt_ms: tuple[float, ...]
@@ -313,6 +317,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     model_tokenizer=str(values.model.tokenizer),
     model_dtype=values.model.dtype,
     engine=engine,
+    sampling=Sampling(**values.sampling.to_dict()),
     link=Link(**values.link.to_dict()),
     sweep_gbps=_numbers('sweep.link_gbps', values.sweep.link_gbps),
     sweep_rtt_ms=_numbers('sweep.rtt_ms', values.sweep.rtt_ms, least=0.0),

@@ -318,16 +318,26 @@ def rope(
 
 
 def _dot(spec: str, x: Array, w: Array) -> Float32[Array, '...']:
-  """Contracts with float32 sums; float32 operands are not rounded first."""
+  """Contracts `x` [1 or B, T, …] with float32 sums.
+
+  Float32 operands are not rounded first. One row of bfloat16 is computed
+  twice: for two rows and more XLA's CPU backend has a fast product, for one it
+  converts all of `w` (jax 0.10.2: 190 against 31 ms for the layers of
+  SmolLM2). To a TPU's vector registers it is the same.
+  """
   # TPUs and GPUs otherwise multiply float32 operands in fewer bits.
   exact = x.dtype == jnp.float32
-  return jnp.einsum(
+  single = not exact and x.shape[:2] == (1, 1)
+  if single:
+    x = jax.lax.optimization_barrier(jnp.repeat(x, 2, axis=1))
+  out = jnp.einsum(
     spec,
     x,
     w,
     preferred_element_type=jnp.float32,
     precision=jax.lax.Precision.HIGHEST if exact else None,
   )
+  return out[:, :1] if single else out
 
 
 def _ones(size: int) -> nnx.Param:

@@ -17,7 +17,7 @@ import msgpack
 
 from lynx_jax.transport.streams import TransferError
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 4 * 2**20  # a prompt of 128k tokens takes an eighth
 
 Scalar = int | float | str | bool | None
@@ -91,6 +91,8 @@ class Submit:
     mode: when the transfer may start, a value of `requests.Mode`.
     deadline_in_s: orders requests; None is never.
     landed: (token chunk, sequence) of what an earlier generation brought.
+    sampling: temperature, top-k, top-p, min-p and seed that token 1 is chosen
+      with; greedy if left out.
   """
 
   request: int
@@ -100,6 +102,7 @@ class Submit:
   mode: str
   deadline_in_s: float | None
   landed: tuple[tuple[int, int], ...]
+  sampling: tuple[float, int, float, float, int] = (0.0, 0, 1.0, 0.0, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
