@@ -22,6 +22,7 @@ from lynx_jax.config import (
   EngineConfig,
   LayerCodec,
   Order,
+  Rotation,
   TensorCodec,
   require,
 )
@@ -72,6 +73,8 @@ def base() -> ml_collections.ConfigDict:
         'group': 128,
         'sinks': 4,
         'recent_tokens': 64,
+        # An exact plane follows: output equals that of bf16. No rotation.
+        'exact': False,
         # Other widths for ranges of layers: '0:6 k=8 v=4,4; 24:30 v=2,2'.
         'layers': '',
       },
@@ -117,10 +120,13 @@ class SchemeKind:
   Attributes:
     planes: of K and V; None takes those of the config's codec.
     order: how its streams share the link.
+    exact: it has an exact plane and, for that, no rotation; else it has what
+      the config's codec has.
   """
 
   planes: tuple[int, ...] | None
   order: Order = Order.ANCHOR_FIRST
+  exact: bool = False
 
 
 SCHEMES = {
@@ -128,6 +134,7 @@ SCHEMES = {
   'int8': SchemeKind(planes=(8,)),
   'int4': SchemeKind(planes=(4,)),
   'lynx': SchemeKind(planes=None),
+  'lynx_exact': SchemeKind(planes=None, exact=True),
   'interleaved': SchemeKind(planes=None, order=Order.INTERLEAVED),
 }
 
@@ -148,7 +155,9 @@ class Scheme:
 
   @property
   def target(self) -> str:
-    """What its output must equal: `dense` or `planes:k`, of all planes."""
+    """What its output must equal: `dense`, `exact`, or `planes:k`, of all."""
+    if self.codec.exact:
+      return 'exact'
     planes = len(self.codec.k.planes)
     return f'planes:{planes}' if planes else 'dense'
 
@@ -158,7 +167,7 @@ class Scheme:
     tensors = [self.codec.k, self.codec.v]
     for layers in self.codec.layers:
       tensors += [layers.k, layers.v]
-    return any(len(tensor.planes) > 1 for tensor in tensors)
+    return self.codec.exact or any(len(t.planes) > 1 for t in tensors)
 
   def engine(self, base_engine: EngineConfig) -> EngineConfig:
     """Returns the engine's config for this scheme."""
@@ -333,9 +342,23 @@ def scheme(name: str, codec: CodecConfig) -> Scheme:
       codec,
       k=dataclasses.replace(codec.k, planes=kind.planes),
       v=dataclasses.replace(codec.v, planes=kind.planes),
+      exact=False,
       layers=(),
     )
+  if kind.exact:
+    codec = dataclasses.replace(_unrotated(codec), exact=True)
   return Scheme(name=name, codec=codec, order=kind.order)
+
+
+def _unrotated(codec: Any) -> Any:
+  """Returns a codec with all tensors, those of `layers` too, unrotated."""
+  changed: dict[str, Any] = {
+    name: dataclasses.replace(getattr(codec, name), rotation=Rotation.NONE)
+    for name in 'kv'
+  }
+  if isinstance(codec, CodecConfig):
+    changed['layers'] = tuple(map(_unrotated, codec.layers))
+  return dataclasses.replace(codec, **changed)
 
 
 def planes(field: str, value: Any) -> tuple[int, ...]:
@@ -482,10 +505,12 @@ def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
     for name in 'kv'
   }
   return CodecConfig(
-    **tensors,
+    k=tensors['k'],
+    v=tensors['v'],
     group=values.group,
     sinks=values.sinks,
     recent_tokens=values.recent_tokens,
+    exact=values.exact,
     layers=layer_codecs(values.layers, tensors),
   )
 

@@ -58,9 +58,17 @@ REQUEST_FIELDS = (
   'versions',
   'seed',
 )
-# Besides the contract: what a reader needs to pair records, and (drafted,
-# accepted) of every verification.
-EXTRA_FIELDS = ('request', 'repeat', 'prompt', 'form', 'rounds')
+# Besides the contract: what a reader needs to pair records, (drafted, accepted)
+# of every verification, and the exact plane, null or 0 where there is none.
+EXTRA_FIELDS = (
+  'request',
+  'repeat',
+  'prompt',
+  'form',
+  'rounds',
+  'bytes_exact',
+  'exact_arrival_s',
+)
 
 # How a figure came to be: it ran here, the compiler counted it, or a model or
 # an assumption enters.

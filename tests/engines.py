@@ -25,6 +25,7 @@ from lynx_jax.config import (
   LayerCodec,
   Order,
   Rotation,
+  Target,
   TensorCodec,
 )
 from lynx_jax.engine import Engine, Event, Request, State
@@ -66,6 +67,7 @@ def setup(
   sinks: int = 4,
   recent_tokens: int = 16,
   group: int = 32,
+  exact: bool = False,
   layers: tuple[LayerCodec, ...] = (),
   **config,
 ) -> Setup:
@@ -91,6 +93,7 @@ def setup(
       group=group,
       sinks=sinks,
       recent_tokens=recent_tokens,
+      exact=exact,
       layers=layers,
     ),
     config=EngineConfig(**(defaults | config)),
@@ -114,6 +117,8 @@ SETUPS = {
     chunk_bytes=1,
   ),
   'dense': setup(()),
+  # Strings of several pages; some blocks of V are sent as they are.
+  'exact': setup((4, 4), (4, 2), exact=True),
   # K and V with unlike planes in one layer group, the other one dense; no
   # sinks and no recent tokens.
   'mixed': setup(
@@ -167,7 +172,7 @@ class Bench:
       setup.config,
       connect=self._connect if connect is None else connect,
     )
-    self._references: dict[bytes, list[int]] = {}
+    self._references: dict[tuple[bytes, Target | None], list[int]] = {}
 
   def _connect(self, cut: courier.Cut) -> courier.Transport:
     link = links.DeviceLink(DECODE_DEVICE)
@@ -193,12 +198,16 @@ class Bench:
     (end,) = ends or (-1,)
     self.engine._decoder.end_tokens = np.asarray([end], np.int32)
 
-  def reference(self, prompt: np.ndarray) -> list[int]:
+  def reference(
+    self, prompt: np.ndarray, target: Target | None = None
+  ) -> list[int]:
     """Returns the longest reference output, without an end token."""
-    key = prompt.tobytes()
+    key = prompt.tobytes(), target
     if key not in self._references:
       self.configure()
-      self._references[key] = self.engine.reference(prompt, OUTPUT_TOKENS)
+      self._references[key] = self.engine.reference(
+        prompt, OUTPUT_TOKENS, target=target
+      )
     return self._references[key]
 
 
@@ -215,8 +224,8 @@ def trickle(seed: int) -> courier.Script:
   rng = random.Random(seed)
 
   def order(chunk):
-    residual = chunk.stream is Stream.RESIDUAL
-    place = chunk.layer_group if residual else chunk.token_chunk
+    anchor = chunk.stream is Stream.ANCHOR
+    place = chunk.token_chunk if anchor else chunk.layer_group
     return chunk.stream, place, chunk.key
 
   def script(chunks):

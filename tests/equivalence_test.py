@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lynx_jax import codec as codec_lib
 from lynx_jax import config as config_lib
 from lynx_jax import kv_cache, programs
-from lynx_jax.engine import Costs, Form, Mode, Request
+from lynx_jax.engine import Costs, Form, Mode, Request, Target
 from lynx_jax.kv_cache import Cache
 from lynx_jax.models import cached
 from lynx_jax.speculative import decode
@@ -217,6 +217,10 @@ def test_a_slot_does_not_depend_on_the_others(dtype, slot):
     _equal(a[:, slot], b[:, slot])
 
 
+def _targets(codec):
+  return [None, *Target] if codec.exact else [None]
+
+
 @st.composite
 def _batches(draw, name):
   """Draws requests, the steps at which they come, and the engine's policy."""
@@ -236,6 +240,7 @@ def _batches(draw, name):
       mode=draw(st.sampled_from(Mode)),
       streamed=draw(st.booleans()),
       deadline_s=draw(st.sampled_from([0.1, 10.0])),
+      target=draw(st.sampled_from(_targets(setup.codec))),
     )
     requests.append((draw(st.integers(0, 12)), request))
   return (
@@ -265,7 +270,7 @@ def test_committed_tokens_are_the_reference(name):
     nonlocal drafted, accepted
     requests, policy, script, end_at, seed = batch
     full = [
-      bench.reference(np.asarray(request.prompt, np.int32))
+      bench.reference(np.asarray(request.prompt, np.int32), request.target)
       for _, request in requests
     ]
     ends = () if end_at is None else (full[0][end_at],)
@@ -291,9 +296,22 @@ def test_committed_tokens_are_the_reference(name):
     assert drafted == 0
   else:
     assert accepted > 0
-  if name in ('lynx', 'coarse', 'interleaved', 'mixed'):
+  if name in ('lynx', 'coarse', 'interleaved', 'mixed', 'exact'):
     # Else the drafts were never wrong, and the test could not fail.
     assert accepted < drafted
+
+
+@pytest.mark.xdist_group('exact')
+def test_the_exact_reference_is_that_of_bfloat16():
+  """And that of the planes is another one: else nothing would be shown."""
+  bench, dense = engines.bench('exact'), engines.bench('dense')
+  differ = 0
+  for tokens in (200, 150, 97, 80, 64, 33):
+    prompt = engines.prompt(tokens)
+    expected = dense.reference(prompt)
+    assert bench.reference(prompt, Target.EXACT) == expected
+    differ += bench.reference(prompt, Target.PLANES) != expected
+  assert differ
 
 
 @pytest.mark.parametrize('seed', range(4))

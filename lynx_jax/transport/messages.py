@@ -17,7 +17,7 @@ import msgpack
 
 from lynx_jax.transport.streams import TransferError
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 4 * 2**20  # a prompt of 128k tokens takes an eighth
 
 Scalar = int | float | str | bool | None
@@ -91,6 +91,7 @@ class Submit:
     mode: when the transfer may start, a value of `requests.Mode`.
     deadline_in_s: orders requests; None is never.
     landed: (token chunk, sequence) of what an earlier generation brought.
+    target: whether an exact plane shall follow, a value of `config.Target`.
   """
 
   request: int
@@ -100,6 +101,7 @@ class Submit:
   mode: str
   deadline_in_s: float | None
   landed: tuple[tuple[int, int], ...]
+  target: str = 'planes'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,8 @@ class Published:
       even if it has forgotten the request.
     epoch: counts resets; what was published before one is void.
     chunks: (token chunk, sequence, uuid, bytes, digests) of each.
+    strings: (layer group, pages) of the exact string that each is a part of,
+      no pages for any other chunk; or nothing at all.
   """
 
   request: int
@@ -127,6 +131,7 @@ class Published:
   prompt_tokens: int
   epoch: int
   chunks: tuple[tuple[int, int, int, int, bytes], ...]
+  strings: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,6 +176,20 @@ class Done:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoded:
+  """Closes the manifest of a request's exact plane.
+
+  Attributes:
+    request, generation: which.
+    strings: (layer group, token chunk, pages) of each.
+  """
+
+  request: int
+  generation: int
+  strings: tuple[tuple[int, int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Failed:
   """Nothing more of the request will come; `kind` names the exception."""
 
@@ -210,6 +229,7 @@ Message = (
   | Again
   | Reset
   | Done
+  | Encoded
   | Failed
   | WarmUp
   | Beat
