@@ -109,6 +109,9 @@ def base() -> ml_collections.ConfigDict:
       # 'k_rotation=hadamard recent_tokens=128; v_axis=token'. Acceptance is
       # measured for so many of those within most_bits that have the least KL.
       'search': {'codecs': '', 'most_bits': 4.8, 'drafted': 2},
+      # The equivalence study: how many prompts it cuts out of the texts, of how
+      # many tokens at least, and how many of them one call measures (0: all).
+      'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
     }
   )
 
@@ -236,6 +239,28 @@ class Search:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Equivalence:
+  """The prompts of the equivalence study.
+
+  Attributes:
+    prompts: how many parts of the texts.
+    shortest: tokens of a part, at least.
+    at_once: how many one call measures; 0 is all.
+  """
+
+  prompts: int
+  shortest: int
+  at_once: int
+
+  def __post_init__(self):
+    for name, least in (('prompts', 1), ('shortest', 1), ('at_once', 0)):
+      value = getattr(self, name)
+      require(
+        value >= least, f'equivalence.{name}={value} must be {least} or more'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
   """A whole run, checked: what `base` holds, in the library's types."""
 
@@ -257,6 +282,7 @@ class Settings:
   acceptance_drafts: int
   acceptance_tokens: int
   search: Search
+  equivalence: Equivalence
 
   def __post_init__(self):
     for name in ('repeats', 'output_tokens', 'cpu_devices'):
@@ -327,6 +353,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
       most_bits=values.search.most_bits,
       drafted=values.search.drafted,
     ),
+    equivalence=Equivalence(**values.equivalence.to_dict()),
   )
 
 

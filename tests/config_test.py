@@ -153,7 +153,7 @@ def test_several_modes_and_doubled_names():
       {'codec__exact': True, 'codec__v_rotation': 'hadamard'},
       'codec.v_rotation=hadamard',
     ),
-    ({'codec__exact': True, 'codec__k': (), 'codec__v': ()}, 'codec.k=()'),
+    ({'codec__exact': True, 'codec__k': '()', 'codec__v': '()'}, 'codec.k=()'),
     ({'link__emulated': False}, 'link.emulated=False needs link.rate_gbps'),
     ({'link__share': 1.0}, 'link.share=1.0'),
   ],

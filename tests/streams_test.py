@@ -333,7 +333,7 @@ def test_progress_of_an_exact_target_in_any_order(prompt_tokens, seed):
   rng.shuffle(chunks)
   target = config.Target.EXACT
   progress = streams.Progress(EXACT, 0, prompt_tokens, target=target)
-  anchor, residual, exact = streams.Stream
+  anchor, _, exact = streams.Stream
   while True:
     left = [(c, u) for c in chunks for u in c.units()]
     assert progress.complete == (not left)
