@@ -114,7 +114,12 @@ def _cut(wire: WireFormat, prompt: Prompt, chunk: Chunk):
   return zip(chunk.slices, payload, strict=True)
 
 
-def _merge(wire, cache, strings, tokens: int) -> Cache:
+def _merge(
+  wire: WireFormat,
+  cache: Cache,
+  strings: dict[tuple[int, int], wire_lib.String],
+  tokens: int,
+) -> Cache:
   for place, string in strings.items():
     cache = wire_lib.merge(wire, cache, 0, *place, string, tokens)
   return cache

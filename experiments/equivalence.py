@@ -91,7 +91,7 @@ class Bench:
       piece.tokens, self.settings.output_tokens, self.computed(piece)
     )
 
-  def run(self, piece: Piece, scheme: str, **policy: bool) -> Result:
+  def run(self, piece: Piece, scheme: str, **policy: Any) -> Result:
     """Runs the prompt over the link, with changes of the engine's policy."""
     engine = self.engines[scheme]
     kept = engine.config

@@ -96,8 +96,13 @@ def programs(wire: WireFormat):
   yield 'merge', 'positions', 2, exact._positions, (found,)
   window = jax.eval_shape(exact._window, plane.units, bit)
   yield 'merge', 'window', 2, exact._window, (plane.units, bit)
-  args = found, plane, window, scalar
-  yield 'merge', 'resolve', 2, exact._resolve, args
+  yield (
+    'merge',
+    'resolve',
+    2,
+    exact._resolve,
+    (found, plane, window, scalar),
+  )
 
 
 if __name__ == '__main__':

@@ -606,7 +606,7 @@ class RemotePrefill:
 
   def _lacks(self, entry: _Request) -> bool:
     """Whether a part of the request has not landed."""
-    return bool(entry.strings or self._transport.missing(entry.id))
+    return len(entry.strings) + len(self._transport.missing(entry.id)) > 0
 
   def _unwanted(
     self,
