@@ -9,7 +9,7 @@ or, after `make setup`, some prompts at a time, as often as needed,
       --workdir=runs/equivalence --config.equivalence.at_once=4
 
 Prompts are parts of five shipped texts and of the licence, from random places,
-of 192 to 1,472 tokens. Expected: on every prompt the output of lynx is that of
+of 192 to 1,088 tokens. Expected: on every prompt the output of lynx is that of
 int8, and that of lynx_exact the one of bf16, at less than 12 bits a value.
 """
 
@@ -22,11 +22,11 @@ def get_config(arg: str | None = None):
   values.study = 'equivalence'
   values.scheme = 'lynx'
   values.mode = 'serial'
-  values.prompt_tokens = 1472
+  values.prompt_tokens = 1088
   values.output_tokens = 32
   # As long as prefill: the Residual lands while some 20 tokens are drafted.
   values.link.rate_gbps = 0.03
-  values.acceptance.output_tokens = 64
+  values.acceptance.output_tokens = 48
   if arg is None:
     values.prompt_file = 'book,code,manual,chat,question,LICENSE'
   return values

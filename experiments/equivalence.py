@@ -71,7 +71,8 @@ class Bench:
           rtt_ms=settings.link.rtt_ms,
         )
       )
-      line.engine.warm_up()
+      if scheme.is_speculative:
+        line.engine.warm_up()  # bf16 makes references only
       self.engines[name] = line.engine
     self._computed: dict[Piece, Prompt] = {}
     self._results: dict[Any, Result] = {}

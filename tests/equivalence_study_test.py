@@ -34,7 +34,7 @@ def test_prompts_are_varied_and_always_the_same():
   assert len({piece.tokens for piece in pieces}) == 24
   lengths = [len(piece.tokens) for piece in pieces]
   assert min(lengths) >= 192
-  assert max(lengths) <= 1472
+  assert max(lengths) <= 1088
   assert len(set(lengths)) > 20
   assert {piece.name.split(':')[0] for piece in pieces} == {
     file for file, _ in settings.prompts
