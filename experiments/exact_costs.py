@@ -76,8 +76,8 @@ def programs(wire: WireFormat):
 
   found = jax.eval_shape(exact._find, x, packed, scalar)
   yield 'encode', 'find', 2, exact._find, (x, packed, scalar)
-  bit = jax.eval_shape(exact._positions, found)
-  yield 'encode', 'positions', 2, exact._positions, (found,)
+  bit = jax.eval_shape(exact._positions, found, scalar)
+  yield 'encode', 'positions', 2, exact._positions, (found, scalar)
   total = jax.eval_shape(exact._sums, found, bit)
   yield 'encode', 'sums', 2, exact._sums, (found, bit)
   last = jax.eval_shape(exact._last_in_word, bit)
@@ -93,7 +93,7 @@ def programs(wire: WireFormat):
   string = jax.ShapeDtypeStruct((1, *string.shape), string.dtype)
   yield 'merge', 'part', 1, wire_lib._part_program(shape), (string,)
   yield 'merge', 'intervals', 2, exact._intervals, (packed, scalar)
-  yield 'merge', 'positions', 2, exact._positions, (found,)
+  yield 'merge', 'positions', 2, exact._positions, (found, scalar)
   window = jax.eval_shape(exact._window, plane.units, bit)
   yield 'merge', 'window', 2, exact._window, (plane.units, bit)
   yield (

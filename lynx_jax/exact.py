@@ -106,7 +106,7 @@ def encode(
   """
   check_exact('k/v', packed.codec)
   found = _find(x, packed, sinks)
-  bit = _positions(found >> _INDEX_BITS & _WIDTH_MASK)
+  bit = _positions(found, _INDEX_BITS)
   last = _last_in_word(bit)
   return _assemble(x, found, bit, _sums(found, bit), last, sinks)
 
@@ -125,7 +125,7 @@ def decode(
     sinks: as for `encode`.
   """
   found = _intervals(packed, sinks)
-  bit = _positions(found & _WIDTH_MASK)
+  bit = _positions(found, 0)
   return _resolve(found, plane, _window(plane.units, bit), sinks)
 
 
@@ -319,12 +319,12 @@ def _intervals(packed, sinks):
 
 
 @_stage
-def _positions(width):
+def _positions(found, shift):
   """Returns the bit at which each index begins, and after all where it ends.
 
-  The result has H + 1 channels.
+  Widths are the bits of `found` from `shift` on; the result has H + 1 channels.
   """
-  columns = jnp.moveaxis(width, -2, 0)
+  columns = jnp.moveaxis((found >> shift) & _WIDTH_MASK, -2, 0)
   total = jnp.sum(columns, axis=0)
   start = jnp.cumsum(total, axis=-1) - total
 
