@@ -60,13 +60,15 @@ REQUEST_FIELDS = (
   'seed',
 )
 # Besides the contract: what a reader needs to pair records, (drafted, accepted)
-# of every verification, and the exact plane, null or 0 where there is none.
+# of every verification, the fields of the request's sampling, and the exact
+# plane, null or 0 where there is none.
 EXTRA_FIELDS = (
   'request',
   'repeat',
   'prompt',
   'form',
   'rounds',
+  'sampling',
   'bytes_exact',
   'exact_arrival_s',
 )

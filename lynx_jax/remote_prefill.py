@@ -25,6 +25,7 @@ from lynx_jax.config import ConfigError, Target, require
 from lynx_jax.prefill_server import PROBE
 from lynx_jax.programs import fetch
 from lynx_jax.requests import Mode
+from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.sender import PrefillDone, PrefillFailed, Record
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport import control, digest, messages, pull
@@ -104,6 +105,7 @@ class _Request:
   id: int
   prompt: np.ndarray
   mode: Mode
+  sampling: Sampling
   deadline_s: float
   timeline: Timeline
   chunks: dict[tuple[int, int], Chunk]  # by token chunk and sequence
@@ -217,12 +219,19 @@ class RemotePrefill:
       if self._lost is not None:
         raise control.PeerLost(f'while it warmed up: {self._lost}')
 
-  def compute(self, tokens: np.ndarray, known: Any = None) -> Fetched:
+  def compute(
+    self,
+    tokens: np.ndarray,
+    known: Any = None,
+    *,
+    sampling: Sampling = GREEDY,
+  ) -> Fetched:
     """Fetches a whole prompt by a request of its own, at full speed.
 
     Args:
       tokens: the prompt.
       known: is not used: another codec's bits are of no help here.
+      sampling: how token 1 is chosen.
 
     Raises:
       TransferError, ConfigError: what made it fail.
@@ -238,6 +247,7 @@ class RemotePrefill:
         request,
         tokens,
         mode=Mode.OVERLAPPED,
+        sampling=sampling,
         timeline=timeline,
         target=self._wire.codec.target,
       )
@@ -274,6 +284,7 @@ class RemotePrefill:
     prompt: np.ndarray,
     *,
     mode: Mode,
+    sampling: Sampling = GREEDY,
     deadline_s: float = math.inf,
     timeline: Timeline,
     target: Target = Target.PLANES,
@@ -289,6 +300,7 @@ class RemotePrefill:
       request,
       prompt,
       mode,
+      sampling,
       deadline_s,
       timeline,
       chunks,
@@ -756,6 +768,7 @@ class RemotePrefill:
         prompt=entry.prompt.astype('<i4').tobytes(),
         manifest=_hash(self._wire, len(entry.prompt)),
         mode=entry.mode.value,
+        sampling=dataclasses.astuple(entry.sampling),
         deadline_in_s=deadline_in_s,
         landed=tuple(
           place for place, c in entry.chunks.items() if c.key not in missing

@@ -156,6 +156,11 @@ def test_several_modes_and_doubled_names():
     ({'codec__exact': True, 'codec__k': '()', 'codec__v': '()'}, 'codec.k=()'),
     ({'link__emulated': False}, 'link.emulated=False needs link.rate_gbps'),
     ({'link__share': 1.0}, 'link.share=1.0'),
+    ({'sampling__temperature': -1.0}, 'sampling.temperature=-1.0 must be 0'),
+    ({'sampling__top_p': 0.0}, 'sampling.top_p=0.0 must be above 0'),
+    ({'sampling__top_k': -1}, 'sampling.top_k=-1 must be 0'),
+    ({'sampling__min_p': 1.5}, 'sampling.min_p=1.5 must be in 0'),
+    ({'sampling__seed': -1}, 'sampling.seed=-1 must be in 0..'),
   ],
 )
 def test_a_wrong_value_is_named_with_its_remedy(fields, message):

@@ -92,6 +92,8 @@ class Submit:
     deadline_in_s: orders requests; None is never.
     landed: (token chunk, sequence) of what an earlier generation brought.
     target: whether an exact plane shall follow, a value of `config.Target`.
+    sampling: temperature, top-k, top-p, min-p and seed that token 1 is chosen
+      with; greedy if left out.
   """
 
   request: int
@@ -102,6 +104,7 @@ class Submit:
   deadline_in_s: float | None
   landed: tuple[tuple[int, int], ...]
   target: str = 'planes'
+  sampling: tuple[float, int, float, float, int] = (0.0, 0, 1.0, 0.0, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

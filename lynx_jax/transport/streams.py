@@ -12,6 +12,9 @@ The cache of a request travels as segments, layer by layer:
 | tail | [E, P) | a block of 16 rows from E, dense; the last one padded |
 | exact | [0, E) | a page of a string |
 
+Layers with a sliding window send neither sinks nor groups that no generated
+token will see.
+
 A *unit* is the smallest thing moved: all KV heads, K and V. Plane 0 of a group
 carries the scales and offsets as well. Plane 0 and everything dense is the
 Anchor, planes 1 and up are the Residual.
@@ -245,6 +248,36 @@ class WireFormat:
         size += 2 * heads * along * METADATA_BYTES  # scale and offset
     return size
 
+  def first_token(
+    self, layer_group: int, layer: int, prompt_tokens: int
+  ) -> int:
+    """Returns the first token of the prompt that a row of decode can see.
+
+    The first row stands at P and sees from P - window + 1 on; no later one sees
+    more. What stands before never travels.
+
+    Args:
+      layer_group: of the layer.
+      layer: inside the group.
+      prompt_tokens: P.
+    """
+    start, _ = config.layer_ranges(self.model, self.engine)[layer_group]
+    window = self.model.window(start + layer)
+    return max(0, prompt_tokens - window + 1) if window else 0
+
+  def first_group(
+    self, layer_group: int, layer: int, prompt_tokens: int
+  ) -> int:
+    """Returns the first group of the prefix that travels; see `first_token`."""
+    return (
+      self.first_token(layer_group, layer, prompt_tokens) // self.codec.group
+    )
+
+  def has_sinks(self, layer_group: int, layer: int, prompt_tokens: int) -> bool:
+    """Returns whether the sinks of a layer travel."""
+    first = self.first_token(layer_group, layer, prompt_tokens)
+    return self.codec.prefix_end(prompt_tokens) > 0 and first < self.codec.sinks
+
   def token_chunks(self, prompt_tokens: int) -> int:
     """Returns ceil(P / C) + 1: the last, pseudo token chunk is the tail.
 
@@ -271,12 +304,16 @@ class WireFormat:
           for index in blocks:
             yield Unit(Segment.TAIL, 0, layer_group, layer, index)
         continue
-      if token_chunk == 0 and end and self.codec.sinks:
+      if token_chunk == 0:
         for layer in range(layers):
-          yield Unit(Segment.SINKS, 0, layer_group, layer, 0)
+          if self.has_sinks(layer_group, layer, prompt_tokens):
+            yield Unit(Segment.SINKS, 0, layer_group, layer, 0)
       planes = range(self.planes(layer_group))
       for layer in range(layers):
+        first = self.first_group(layer_group, layer, prompt_tokens)
         for index in groups:
+          if index < first:
+            continue
           for plane in planes:
             yield Unit(Segment.PREFIX, plane, layer_group, layer, index)
 
@@ -440,10 +477,14 @@ class WireFormat:
         self.unit_bytes(Segment.PREFIX, plane, layer_group)
         for plane in range(self.planes(layer_group))
       ]
-      sinks = self.unit_bytes(Segment.SINKS, 0, layer_group) if end else 0
-      tail = blocks * self.unit_bytes(Segment.TAIL, 0, layer_group)
-      anchor += layers * (sinks + groups * sizes[0] + tail)
-      residual += layers * groups * sum(sizes[1:])
+      anchor += layers * blocks * self.unit_bytes(Segment.TAIL, 0, layer_group)
+      for layer in range(layers):
+        if self.has_sinks(layer_group, layer, prompt_tokens):
+          anchor += self.unit_bytes(Segment.SINKS, 0, layer_group)
+        first = self.first_group(layer_group, layer, prompt_tokens)
+        sent = max(0, groups - first)
+        anchor += sent * sizes[0]
+        residual += sent * sum(sizes[1:])
     return StreamBytes(anchor, residual)
 
   def bits_a_value(self, prompt_tokens: int) -> Bits:
@@ -528,13 +569,19 @@ class Progress:
     end = wire.codec.prefix_end(prompt_tokens)
     groups = end // self._group
     blocks = math.ceil((prompt_tokens - end) / TAIL_BLOCK)
-    sinks = bool(end and wire.codec.sinks)
-    self._anchor_left = wire.model.layers * (sinks + groups + blocks)
+    self._anchor_left = wire.model.layers * blocks
     # [layer group][group of tokens]: units of planes 1.. still missing
-    self._residual_left = [
-      [layers * (wire.planes(layer_group) - 1)] * groups
-      for layer_group, layers in enumerate(wire.layer_counts)
-    ]
+    self._residual_left = []
+    for layer_group, layers in enumerate(wire.layer_counts):
+      sent = [0] * groups  # layers that send a group
+      for layer in range(layers):
+        self._anchor_left += wire.has_sinks(layer_group, layer, prompt_tokens)
+        first = wire.first_group(layer_group, layer, prompt_tokens)
+        for index in range(first, groups):
+          sent[index] += 1
+      self._anchor_left += sum(sent)
+      planes = wire.planes(layer_group)
+      self._residual_left.append([count * (planes - 1) for count in sent])
     self._leading = [0] * len(wire.layer_counts)
     self._end, self._token_chunk = end, wire.engine.token_chunk
     is_exact = target is config.Target.EXACT
