@@ -174,7 +174,7 @@ def _keep_programs() -> None:
   """
   import jax
 
-  if jax.config.jax_compilation_cache_dir is not None:
+  if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
     return
   base = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
   place = os.path.join(base, 'lynx_jax', 'programs')
