@@ -20,12 +20,19 @@ from absl import logging
 from flax import nnx
 
 from lynx_jax import handshake, mesh
-from lynx_jax.config import ConfigError
+from lynx_jax import wire as wire_lib
+from lynx_jax.config import ConfigError, Target
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill
 from lynx_jax.requests import Mode
 from lynx_jax.sampling import Sampling
-from lynx_jax.sender import PrefillDone, PrefillFailed, Record, Sender
+from lynx_jax.sender import (
+  Encoded,
+  PrefillDone,
+  PrefillFailed,
+  Record,
+  Sender,
+)
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport import control, digest, messages, pull
 from lynx_jax.transport.byte_stream import ByteSource
@@ -71,7 +78,10 @@ class PrefillServer:
   ):
     self.model, self.lease_s, self.window_bytes = model, lease_s, window_bytes
     self._fingerprint = handshake.fingerprint(model)
-    self.shards = len(mesh.of(nnx.state(model)).devices)
+    own = mesh.of(nnx.state(model))
+    for wire in formats:
+      wire_lib.check_mesh(wire.codec, own)
+    self.shards = len(own.devices)
     self._formats = formats
     self._pull_host = pull_host
     self._lock = threading.Lock()  # guards the two below
@@ -358,6 +368,7 @@ class _Session:
       sampling=_sampling(submitted),
       deadline_s=math.inf if deadline_in_s is None else now_s + deadline_in_s,
       timeline=self._timelines[name],
+      target=Target(submitted.target),
     )
 
   def _problem(self, submitted: messages.Submit) -> tuple[str, str] | None:
@@ -375,6 +386,12 @@ class _Session:
     modes = [mode.value for mode in Mode]
     if submitted.mode not in modes:
       return 'ConfigError', f'mode={submitted.mode!r} must be one of {modes}'
+    targets = [target.value for target in Target]
+    if submitted.target not in targets:
+      return (
+        'ConfigError',
+        f'target={submitted.target!r} must be one of {targets}',
+      )
     try:
       _sampling(submitted)
     except ConfigError as error:
@@ -405,7 +422,8 @@ class _Session:
     grouped = itertools.groupby(
       announcements, key=lambda a: (a.chunk.request, a.epoch)
     )
-    for (name, epoch), group in grouped:
+    for (name, epoch), found in grouped:
+      group = [*found]
       with self._lock:
         request, generation, prompt_tokens = self._tries[name]
       self.channel.send(
@@ -424,6 +442,9 @@ class _Session:
             )
             for a in group
           ),
+          strings=tuple((a.chunk.layer_group, a.chunk.pages) for a in group)
+          if any(a.chunk.pages for a in group)
+          else (),
         )
       )
 
@@ -463,6 +484,12 @@ class _Session:
             critical=record.critical,
             end_s=record.end_s,
             spans=tuple(spans),
+          )
+        )
+      case Encoded(strings=strings):
+        self.channel.send(
+          messages.Encoded(
+            request=request, generation=generation, strings=strings
           )
         )
       case PrefillFailed(error=error):
