@@ -39,7 +39,7 @@ SETUP = engines.setup(
 )
 # Devices of prefill and of decode: fewer, as many and more than KV heads.
 SIDES = [(2, 4), (4, 2), (1, 8), (8, 1)]
-MARGIN = 0.02  # of the two best logits; other meshes move them by 0.002
+MARGIN = 0.02  # between the two best logits: the reference is sure
 
 
 @functools.cache
@@ -73,11 +73,8 @@ def bench(sides: tuple[int, int]) -> engines.Bench:
   return made
 
 
-@pytest.mark.parametrize(
-  'sides',
-  [pytest.param(s, marks=pytest.mark.xdist_group(f'mesh{s}')) for s in SIDES],
-  ids=lambda s: f'{s[0]}to{s[1]}',
-)
+# The other two decode the reference alone, below, to save compilations.
+@pytest.mark.parametrize('sides', [(2, 4), (1, 8)])
 @hypothesis.given(
   length=st.sampled_from(SETUP.lengths),
   seed=st.integers(0, 99),
@@ -91,8 +88,7 @@ def test_committed_tokens_equal_the_reference(
   made = bench(sides)
   prompt = engines.prompt(length)
   expected = made.reference(prompt)
-  # Rounds are a program of their own, long to compile: one mesh has them.
-  rounds = sides == SIDES[0]
+  rounds = sides == (2, 4)  # in one program, which takes longest
   made.configure(draft_tokens=drafts if rounds else 0, sharpen=rounds)
   made.script = courier.shuffle(seed)
   request = Request(
@@ -103,40 +99,42 @@ def test_committed_tokens_equal_the_reference(
   engines.run(made, [(0, request)], [expected])
 
 
-def margins(made: engines.Bench, prompt: np.ndarray) -> list[float]:
-  """Returns by how much each token after token 1 of the reference leads."""
+def reference_logits(made: engines.Bench, prompt: np.ndarray) -> np.ndarray:
+  """Returns the logits of each token after token 1 of the reference."""
   engine = made.engine
   tokens = made.reference(prompt)
-  # The cache still holds the prompt; slot 0 decodes once more, step by step.
+  # Slot 0 decodes once more, step by step.
+  engine.reference(prompt, 1)
   engine._start(
     0, len(prompt), token=tokens[0], output_tokens=engines.OUTPUT_TOKENS
   )
   params, wanted = engine._params, np.arange(SETUP.config.slots) == 0
-  graphs, _ = cached.split(model())
-  decode_model = nnx.merge(graphs.model, params)
+  graph, _ = nnx.split(model())
+  head = jax.jit(lambda params, h: nnx.merge(graph, params).head(h))
   found = []
   for token in tokens[1:]:
     running = engine._decoder.open_verify(params, engine._slots, wanted)
     engine._cache, running = engine._decoder.resume(
       params, engine._cache, running, len(engine.wire.layer_counts)
     )
-    logits = fetch(decode_model.head(running.h))[0, 0]
-    second, best = np.sort(logits)[-2:]
-    assert logits[token] == best
-    found.append(float(best - second))
+    found.append(fetch(head(params, running.h))[0, 0])
+    assert found[-1].argmax() == token
     engine._slots = engine._decoder.close_verify(params, engine._slots, running)
-  return found
+  return np.stack(found)
 
 
 def test_meshes_agree_where_the_reference_is_sure():
   prompt = engines.prompt(100)
-  expected, *others = [bench(sides).reference(prompt) for sides in SIDES[::-1]]
-  lead = margins(bench(SIDES[-1]), prompt)  # that of a single device
-  unsure = [i for i, by in enumerate(lead, 1) if by <= MARGIN]
-  upto = min(unsure, default=len(expected))
-  assert upto > len(expected) // 2  # else another prompt shows more
-  for tokens in others:
-    assert tokens[:upto] == expected[:upto]
+  single = reference_logits(bench((8, 1)), prompt)
+  second, best = np.sort(single)[:, -2:].T
+  unsure = np.flatnonzero(best - second <= MARGIN)
+  sure = unsure[0] if len(unsure) else len(single)  # tokens before the first
+  assert sure > len(single) // 2  # else another prompt shows more
+  for sides in SIDES[:-1]:
+    found = reference_logits(bench(sides), prompt)
+    moved = np.abs(found - single)[:sure].max()
+    assert moved < MARGIN / 2  # so no surer token can become another
+    assert [*found.argmax(1)[:sure]] == [*single.argmax(1)[:sure]]
 
 
 LAYERS = {'all-reduce': 2}  # after attention, and after the feed-forward
