@@ -123,7 +123,7 @@ class Layer(nnx.Module):
     if constants:
       values = {
         name: _make(
-          rngs, value.shape, value.dtype, functools.partial(np.array, value)
+          rngs, value.shape, value.dtype, functools.partial(np.asarray, value)
         )
         for name, value in constants.items()
       }
