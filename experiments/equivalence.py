@@ -223,7 +223,9 @@ def run(
   """
   with screen.step(f'loading {settings.model_path}'):
     model = serving.load(
-      settings.model_path, settings.model_dtype, settings.prefill_devices
+      settings.model_path,
+      settings.model_dtype,
+      (settings.prefill_mesh, settings.decode_mesh),
     )
   study = settings.equivalence
   pieces = [*_pieces(settings, model.tokenizer)]
