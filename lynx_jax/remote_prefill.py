@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from absl import logging
 
 from lynx_jax import handshake, prefill
 from lynx_jax import wire as wire_lib
-from lynx_jax.config import ConfigError, require
+from lynx_jax.config import ConfigError, Target, require
 from lynx_jax.prefill_server import PROBE
 from lynx_jax.programs import fetch
 from lynx_jax.requests import Mode
@@ -92,10 +92,10 @@ class Patience:
 
 @dataclasses.dataclass(frozen=True)
 class Fetched:
-  """A prompt that was computed elsewhere: token 1 and every slice."""
+  """A prompt that was computed elsewhere: token 1 and every chunk."""
 
   token: int
-  slices: tuple[tuple[Slice, wire_lib.Arrays], ...]
+  chunks: tuple[tuple[Chunk, Sequence[wire_lib.Arrays]], ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,6 +109,9 @@ class _Request:
   deadline_s: float
   timeline: Timeline
   chunks: dict[tuple[int, int], Chunk]  # by token chunk and sequence
+  target: Target
+  # Exact strings, by layer group and token chunk, that are not in `chunks` yet.
+  strings: set[tuple[int, int]]
   generation: int = 0
   recomputed: int = 0
   done: messages.Done | None = None
@@ -236,7 +239,7 @@ class RemotePrefill:
     del known
     with self._lock:
       request, self._next_private = self._next_private, self._next_private - 1
-    slices: list[tuple[Slice, wire_lib.Arrays]] = []
+    fetched: list[tuple[Chunk, Sequence[wire_lib.Arrays]]] = []
     token = None
     with self._transport.unpaced():
       timeline = Timeline(time.monotonic())
@@ -246,29 +249,34 @@ class RemotePrefill:
         mode=Mode.OVERLAPPED,
         sampling=sampling,
         timeline=timeline,
+        target=self._wire.codec.target,
       )
       try:
-        chunks = len(self._requests[request].chunks)
-        while token is None or chunks:
+        entry = self._requests[request]
+        while (
+          token is None
+          or self._lacks(entry)
+          or len(fetched) < len(entry.chunks)
+        ):
           for record in self.records():
             if isinstance(record, PrefillFailed):
               raise record.error
-            token = record.token
+            if isinstance(record, PrefillDone):
+              token = record.token
           for arrival in self._transport.arrived():
             if arrival.substituted:
               raise TransferStalled('a reference must be whole')
-            slices += zip(arrival.chunk.slices, arrival.payload, strict=True)
-            chunks -= 1
+            fetched.append((arrival.chunk, arrival.payload))
           self._transport.wait(_TICK_S)
       finally:
         self.drop(request)
-    return Fetched(token, tuple(slices))
+    return Fetched(token, tuple(fetched))
 
   def payloads(
     self, computed: Fetched
-  ) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
-    """Yields every slice of what `compute` returned, with its payload."""
-    yield from computed.slices
+  ) -> Iterator[tuple[Chunk, Sequence[wire_lib.Arrays]]]:
+    """Yields every chunk of what `compute` returned, with its payload."""
+    yield from computed.chunks
 
   def submit(
     self,
@@ -279,6 +287,7 @@ class RemotePrefill:
     sampling: Sampling = GREEDY,
     deadline_s: float = math.inf,
     timeline: Timeline,
+    target: Target = Target.PLANES,
   ) -> None:
     """Sends a prompt; its `timeline` gets the events of prefill and split."""
     chunks = {
@@ -286,8 +295,17 @@ class RemotePrefill:
       for token_chunk in range(self._wire.token_chunks(len(prompt)))
       for c in self._wire.manifest(request, len(prompt), token_chunk)
     }
+    strings = self._wire.strings(len(prompt))
     entry = _Request(
-      request, prompt, mode, sampling, deadline_s, timeline, chunks
+      request,
+      prompt,
+      mode,
+      sampling,
+      deadline_s,
+      timeline,
+      chunks,
+      target,
+      set(strings if target is Target.EXACT else ()),
     )
     self._transport.expect(
       request,
@@ -533,6 +551,8 @@ class RemotePrefill:
         self._on_published(message)
       case messages.Done():
         self._on_done(message)
+      case messages.Encoded():
+        self._on_encoded(message)
       case messages.Failed():
         self._on_failed(message)
       case messages.WarmUp():
@@ -548,23 +568,71 @@ class RemotePrefill:
       if message.epoch != self._epoch:
         return  # void: it was published before the last reset
       entry = self._current(message.request, message.generation)
-      for token_chunk, sequence, uuid, size_bytes, digests in message.chunks:
+      for (token_chunk, sequence, uuid, size_bytes, digests), string in zip(
+        message.chunks,
+        message.strings or [(0, 0)] * len(message.chunks),
+        strict=True,
+      ):
         if entry is not None:
+          self._extend(entry, string[0], token_chunk, string[1])
           chunk = entry.chunks.get((token_chunk, sequence))
         else:
-          chunk = self._unwanted(message.prompt_tokens, token_chunk, sequence)
+          chunk = self._unwanted(
+            message.prompt_tokens, token_chunk, sequence, *string
+          )
         if chunk is None:
           raise UnexpectedChunk(
             f'token chunk {token_chunk} has no chunk {sequence}'
           )
         self._transport.published(chunk, uuid, size_bytes, digests)
 
+  def _extend(
+    self, entry: _Request, layer_group: int, token_chunk: int, pages: int
+  ) -> None:
+    """Takes an exact string into the manifest of a request.
+
+    Raises:
+      UnexpectedChunk: the manifest says otherwise, or knows no such string.
+    """
+    if not pages:
+      return
+    chunks = self._string(entry.id, layer_group, token_chunk, pages)
+    places = {(c.key.token_chunk, c.key.sequence): c for c in chunks}
+    if (layer_group, token_chunk) in entry.strings:
+      entry.strings.remove((layer_group, token_chunk))
+      entry.chunks.update(places)
+      self._transport.expect_more(entry.id, chunks)
+    elif any(entry.chunks.get(place) != c for place, c in places.items()):
+      raise UnexpectedChunk(
+        f'{pages} pages of layer group {layer_group}, token chunk '
+        f'{token_chunk} are not in the manifest'
+      )
+
+  def _string(
+    self, request: int, layer_group: int, token_chunk: int, pages: int
+  ) -> tuple[Chunk, ...]:
+    try:
+      return self._wire.exact_manifest(request, layer_group, token_chunk, pages)
+    except (IndexError, ValueError) as error:
+      raise UnexpectedChunk(f'no exact string: {error}') from error
+
+  def _lacks(self, entry: _Request) -> bool:
+    """Whether a part of the request has not landed."""
+    return len(entry.strings) + len(self._transport.missing(entry.id)) > 0
+
   def _unwanted(
-    self, prompt_tokens: int, token_chunk: int, sequence: int
+    self,
+    prompt_tokens: int,
+    token_chunk: int,
+    sequence: int,
+    layer_group: int,
+    pages: int,
   ) -> Chunk | None:
     """Returns a chunk of a dropped or older try, under nobody's name."""
     chunks = _manifest(self._wire, prompt_tokens, token_chunk)
-    return chunks[sequence] if 0 <= sequence < len(chunks) else None
+    if pages:
+      chunks = self._string(_NOBODY, layer_group, token_chunk, pages)
+    return next((c for c in chunks if c.key.sequence == sequence), None)
 
   def _on_done(self, message: messages.Done) -> None:
     with self._lock:
@@ -595,6 +663,14 @@ class RemotePrefill:
       )
     self._transport.poke()
 
+  def _on_encoded(self, message: messages.Encoded) -> None:
+    with self._lock:
+      entry = self._current(message.request, message.generation)
+      if entry is not None:
+        for layer_group, token_chunk, pages in message.strings:
+          self._extend(entry, layer_group, token_chunk, pages)
+        self._transport.moved()  # from now on all of them are due
+
   def _on_failed(self, message: messages.Failed) -> None:
     with self._lock:
       entry = self._current(message.request, message.generation)
@@ -610,7 +686,7 @@ class RemotePrefill:
     with self._lock:
       entries = [e for e in self._requests.values() if e.done]
       for entry in entries:
-        if not entry.released and not self._transport.missing(entry.id):
+        if not entry.released and not self._lacks(entry):
           self._release(entry)
       drained = all(e.released or e.refused for e in self._requests.values())
     if self._draining and drained:
@@ -656,6 +732,8 @@ class RemotePrefill:
       policy = Policy.RECOMPUTE
     else:
       policy = self._patience.residual
+    if policy is Policy.ANCHOR_OK and entry.target is Target.EXACT:
+      policy = Policy.FAIL  # nothing made up turns planes into bfloat16
     stalled = TransferStalled(
       f'request {entry.id}: {len(missing)} chunks never came '
       f'(waited {waited_s:.3g} s, prefilled {entry.recomputed + 1} times)'
@@ -695,6 +773,7 @@ class RemotePrefill:
         landed=tuple(
           place for place, c in entry.chunks.items() if c.key not in missing
         ),
+        target=entry.target.value,
       )
     )
 
