@@ -232,7 +232,7 @@ def causal_forward(
 def abstract_model(config: config_lib.ModelConfig) -> Transformer:
   """Returns the model with shapes in place of weights, for placing real ones.
 
-  Nothing is drawn, allocated or traced: tracing 30 layers takes two seconds.
+  Nothing is drawn, allocated or traced; tracing 30 layers took 1.6 s on CPU.
   """
   return Transformer(config, rngs=None)
 
