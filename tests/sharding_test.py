@@ -181,7 +181,8 @@ def test_a_transfer_communicates_nothing(sides):
   bench(sides).reference(prompt)
   wire_test.check_slot(engine, 0, prompt, tail=True)
   computed = engine.compute(prompt)
-  part, parts = next(iter(engine._sender.payloads(computed)))
+  chunk, payload = next(iter(engine._sender.payloads(computed)))
+  part, parts = chunk.slices[0], payload[0]
   assert len(parts) == 4
   for arrays in parts:
     assert {len(x.devices()) for x in jax.tree.leaves(arrays)} == {1}
