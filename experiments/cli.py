@@ -86,11 +86,6 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
   if role is None and not settings.link.emulated:
     raise ConfigError('link.emulated=False needs a --role; see --help')
   if role is not None:
-    if settings.prefill_devices is not None:
-      raise ConfigError(
-        f'prefill_devices={settings.prefill_devices}: a --role has devices of '
-        'its own; leave it out'
-      )
     role.security()  # a file that cannot be read shows before anything runs
   if role is not None and role.role is options.Role.PREFILL:
     return _serve(settings, role)
@@ -122,7 +117,7 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
 
 
 def _serve(settings: config.Settings, role: options.Options) -> int:
-  _make_devices(1)
+  _make_devices(settings.prefill_mesh)
   from experiments import roles
 
   with display.screen() as screen:
@@ -149,7 +144,7 @@ def _named_study(
     from experiments import latency
 
     return latency.run
-  _make_devices(1)  # the other side has its own
+  _make_devices(settings.decode_mesh)  # the other side has its own
   from experiments import latency, roles
 
   def run(settings, writer, screen):
@@ -174,7 +169,7 @@ def _keep_programs() -> None:
   """
   import jax
 
-  if jax.config.jax_compilation_cache_dir is not None:
+  if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
     return
   base = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
   place = os.path.join(base, 'lynx_jax', 'programs')

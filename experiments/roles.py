@@ -85,7 +85,8 @@ def serve(
     model = serving.load(
       settings.model_path,
       settings.model_dtype,
-      tokenizer_path=settings.model_tokenizer,
+      (settings.prefill_mesh,),
+      settings.model_tokenizer,
     )
   longest = max(tokens for _, tokens in settings.prompts)
   engine = dataclasses.replace(settings.engine, prompt_tokens=longest)

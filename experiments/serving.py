@@ -6,14 +6,14 @@ It chooses no order of runs and forms no figure over several of them.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
 from flax import nnx
 
 from experiments import config, display, results
-from lynx_jax import timeline
+from lynx_jax import mesh, timeline, wire
 from lynx_jax.config import EngineConfig, ModelConfig, require
 from lynx_jax.engine import Engine, Form, Request, Result
 from lynx_jax.models import paths, presets, weights
@@ -56,9 +56,9 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-  """A model with a copy on a device of either side.
+  """A model with a copy on the mesh of either side.
 
-  With one device both sides are that device.
+  In a process that runs one side, and on a single device, both are the same.
   """
 
   config: ModelConfig
@@ -83,32 +83,33 @@ class Remote(Protocol):
 def load(
   path: str,
   dtype: str,
-  prefill_devices: int | None = None,
+  sides: tuple[int, ...] = (1, 1),
   tokenizer_path: str = '',
 ) -> Model:
-  """Loads a model onto the first device of each side.
+  """Loads a model onto the devices of the sides that this process runs.
 
   Args:
     path: `smollm2`, `tiny`, or what `weights.load` takes.
     dtype: of weights and activations.
-    prefill_devices: how many devices, from the first on, belong to prefill,
-      the others to decode; None is half of them.
+    sides: how many devices prefill has, from the first on, and how many decode
+      has after them; or those of the one side that this process runs. A
+      process with a single device puts both sides there.
     tokenizer_path: a directory with `tokenizer.json`; '' is the model's own.
 
   Raises:
-    ConfigError: the devices cannot be divided so.
+    ConfigError: there are fewer devices, or they cannot divide the heads.
     WeightsError: the model is not whole, or of another architecture.
     MissingPackageError: the extra `weights` is not installed.
   """
-  devices = jax.devices()
-  count = len(devices) // 2 if prefill_devices is None else prefill_devices
-  if prefill_devices is not None:
-    require(
-      0 < count < len(devices),
-      f'prefill_devices={count} must be in 1..{len(devices) - 1}: there are '
-      f'{len(devices)} devices, and decode needs one',
-    )
-  first, second = devices[0], devices[count]
+  devices = tuple(jax.devices())
+  if len(devices) == 1 and sides == (1, 1):
+    sides = (1,)
+  require(
+    sum(sides) <= len(devices),
+    f'{" + ".join(map(str, sides))} devices (prefill_mesh, decode_mesh) are '
+    f'more than the {len(devices)} there are; take fewer, or on CPU more '
+    'cpu_devices',
+  )
   tokenizer: Text
   if path == 'tiny':
     model_config = presets.tiny(dtype=dtype)
@@ -122,14 +123,21 @@ def load(
     words = paths.locate(tokenizer_path) if tokenizer_path else file
     read = Tokenizer.from_directory if words.is_dir() else Tokenizer.from_gguf
     tokenizer = read(words)
-    model_config, model = weights.load(file, dtype=dtype, placement=first)
+    model_config, model = weights.load(
+      file, dtype=dtype, placement=devices[: sides[0]]
+    )
+  first = _placed(model, devices[: sides[0]])
+  second = first
+  if len(sides) > 1:
+    second = _placed(first, devices[sides[0] : sum(sides)])
+  return Model(model_config, first, second, tokenizer)
+
+
+def _placed(model: Transformer, devices: Sequence[jax.Device]) -> Transformer:
+  """Returns the model on a mesh of these devices."""
   graph, params = nnx.split(model)
-  return Model(
-    model_config,
-    nnx.merge(graph, jax.device_put(params, first)),
-    nnx.merge(graph, jax.device_put(params, second)),
-    tokenizer,
-  )
+  where = mesh.places(mesh.make(devices, model.config), params)
+  return nnx.merge(graph, jax.device_put(params, where))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +191,7 @@ def connect(
     ) as running:
       yield Line(running, pace)
     return
-  to = placement(model.decode)
+  to = wire.destination(mesh.of(nnx.state(model.decode)))
   link: Link = DeviceLink(to)
   if rate_gbps is not None:
     link = EmulatedLink(to, rate_gbps=rate_gbps, rtt_ms=rtt_ms)

@@ -7,6 +7,7 @@ Import it before anything initialises libtpu, which reads its flags once. Only
 one process on a machine can use libtpu at a time.
 """
 
+import collections
 import collections.abc
 import dataclasses
 import json
@@ -139,23 +140,22 @@ def compile_for(
   *args,
   **jit_options,
 ) -> ModuleReport:
-  """Compiles `fn` for one chip and reads the dump.
+  """Compiles `fn` for one chip, or for several, and reads the dump.
 
   Args:
     generation: a key of `CHIPS`.
     fn: what `jax.jit` takes, or has returned.
-    *args: pytrees of `jax.ShapeDtypeStruct`.
+    *args: pytrees of `jax.ShapeDtypeStruct`; those with shardings, which must
+      be of `devices` of that generation, keep them.
     **jit_options: for `jax.jit`, if it is not jitted.
 
   Raises:
     Whatever the compiler raises.
   """
-  topology = topologies.get_topology_desc(
-    platform='tpu', topology_name=CHIPS[generation].topology
-  )
-  device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+  chip = devices(CHIPS[generation].topology)[0]
+  one = jax.sharding.SingleDeviceSharding(chip)
   placed = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), args
+    lambda x: x if x.sharding else x.update(sharding=one), args
   )
   for file in _DUMP.iterdir():
     shutil.rmtree(file) if file.is_dir() else file.unlink()
@@ -177,6 +177,23 @@ def compile_for(
     copies=tuple(large_copies(hlo)),
     hlo=hlo,
   )
+
+
+def devices(topology: str) -> list[jax.Device]:
+  """Returns the chips of a topology, such as that of a `Chip`."""
+  return topologies.get_topology_desc(
+    platform='tpu', topology_name=topology
+  ).devices
+
+
+def collectives(hlo: str) -> collections.Counter[str]:
+  """Counts the collective operations of a module by their opcode."""
+  found = re.findall(
+    r' (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|'
+    r'collective-broadcast)(?:-start)?\(',
+    hlo,
+  )
+  return collections.Counter(found)
 
 
 def _kernels(calls):

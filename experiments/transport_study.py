@@ -231,13 +231,10 @@ def _side(case: Case, side: str, space: str) -> Iterator[Any]:
 
 def _payload(wire: WireFormat, chunk) -> tuple[Any, ...]:
   sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  return tuple(
-    tuple(
-      None if spec is None else _array(spec.shape, str(spec.dtype))
-      for spec in wire_lib.specs(wire, part, sharding)
-    )
-    for part in chunk.slices
+  specs = tuple(
+    wire_lib.specs(wire, part, (sharding,)) for part in chunk.slices
   )
+  return jax.tree.map(lambda x: _array(x.shape, str(x.dtype)), specs)
 
 
 _ARRAYS: dict[tuple, jax.Array] = {}
@@ -351,7 +348,7 @@ class _Client:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     self.receiver = Receiver(
       lambda chunk: tuple(
-        wire_lib.specs(self._wire, part, sharding) for part in chunk.slices
+        wire_lib.specs(self._wire, part, (sharding,)) for part in chunk.slices
       ),
       case.chunk_bytes,
       pace=None,

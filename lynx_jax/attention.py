@@ -3,16 +3,20 @@
 
 It knows no model and no speculation. Segments are attended to one by one and
 merged by the log of their exponentiated sums, as in flash-decoding
-(arXiv:2205.14135 §3.1 has the recursion).
+(arXiv:2205.14135 §3.1 has the recursion). On several devices each attends with
+its own heads: kernels never see the others.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from lynx_jax import kv_cache
+from lynx_jax import kv_cache, mesh
 from lynx_jax.codec import PackedTensor
 from lynx_jax.kv_cache import Prefix, Rows, Tail
 from lynx_jax.pallas_kernels import split_attention
@@ -75,12 +79,59 @@ def attend(
   Returns:
     The attention output in q's dtype, and the tail with the new rows.
   """
+  if rule is None:
+    rule = Rule(logits_scale=q.shape[-1] ** -0.5)
+  # A window that differs from layer to layer is an array.
+  window = rule.window if isinstance(rule.window, jax.Array) else None
+  queries, dense = mesh.spec('B T N H'), mesh.spec('B T K H')
+  tails, everywhere = kv_cache.specs(tail), PartitionSpec()
+  return mesh.on_each_shard(
+    functools.partial(
+      _attend, layer=layer, rule=rule, implementation=implementation
+    ),
+    (
+      queries,
+      dense,
+      dense,
+      kv_cache.specs(prefix),
+      tails,
+      everywhere,
+      everywhere,
+      everywhere,
+    ),
+    (queries, tails),
+    q,
+    k,
+    v,
+    prefix,
+    tail,
+    rows,
+    residual_tokens,
+    window,
+  )
+
+
+def _attend(
+  q,
+  k,
+  v,
+  prefix,
+  tail,
+  rows,
+  residual_tokens,
+  window,
+  *,
+  layer,
+  rule,
+  implementation,
+):
+  """Does what `attend` says with the heads of one device."""
+  if window is not None:
+    rule = dataclasses.replace(rule, window=window)
   tail = kv_cache.write_rows(
     tail, layer, k.astype(tail.k.dtype), v.astype(tail.v.dtype), rows
   )
   position = rows.positions(q.shape[1])  # B T
-  if rule is None:
-    rule = Rule(logits_scale=q.shape[-1] ** -0.5)
   logits: dict[str, Any] = {
     'logits_scale': rule.logits_scale,
     'soft_cap': rule.soft_cap,

@@ -27,8 +27,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
 
 from lynx_jax import kv_cache
+from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
 from lynx_jax.config import (
   CodecConfig,
@@ -186,24 +189,24 @@ class Engine:
     self.wire = WireFormat(model, codec, config)
     self.costs: Costs | None = None
     graphs, self._params = cached.split(decode_model)
-    self._device = jax.tree.leaves(self._params)[0].sharding
+    self._mesh = mesh = mesh_lib.of(self._params)
+    wire_lib.check_mesh(codec, mesh)
     self._decoder = decode.Decoder(
       graphs,
       layer_ranges(model, config),
       rows=config.verify_rows,
       end_tokens=tuple(end_tokens),
       implementation=config.implementation,
+      mesh=mesh_lib.if_several(mesh),
     )
-    self._cache = jax.device_put(
-      kv_cache.empty(model, codec, config), self._device
-    )
+    self._cache = kv_cache.allocate(model, codec, config, mesh)
     self._slots = jax.device_put(
       slots_lib.empty(
         config.slots,
         drafts=max(config.backlog_tokens, config.verify_rows),
         output_tokens=config.output_tokens,
       ),
-      self._device,
+      mesh_lib.place(mesh, PartitionSpec()),
     )
     self._has_residual = any(
       self.wire.planes(group) > 1
@@ -218,7 +221,12 @@ class Engine:
     self._sender: PrefillSide
     if isinstance(prefill, Transformer):
       assert connect is not None, 'a model in this process needs a transport'
-      self._sender = Sender(Prefill(prefill, codec, config), self.wire, connect)
+      first = mesh_lib.of(nnx.state(prefill))
+      wire_lib.check_mesh(codec, first)
+      parts = mesh_lib.parts(first, mesh)
+      self._sender = Sender(
+        Prefill(prefill, codec, config), self.wire, connect, parts
+      )
     else:
       self._sender = prefill
 
@@ -248,7 +256,8 @@ class Engine:
     self._require_idle('warm_up')
     strings: _Strings = {}
     for part, arrays in self._sender.warm_up():
-      arrays = jax.device_put(arrays, self._device)
+      where = wire_lib.places(self._mesh, len(arrays))
+      arrays = jax.device_put(arrays, where)
       self._insert(0, 0, part, arrays, strings)
     self._merge(0, strings, self.config.prompt_tokens)
     if self._drafts(self.codec.target):
@@ -344,8 +353,9 @@ class Engine:
       np.asarray(prompt, np.int32), computed, sampling=sampling
     )
     strings: _Strings = {}
+    to = wire_lib.destination(self._mesh)
     for chunk, payload in self._sender.payloads(computed):
-      payload = jax.device_put(payload, self._device)
+      payload = jax.device_put(payload, to(payload))
       self._put(0, chunk, payload, strings)
     self._merge(0, strings, len(prompt))
     self._start(
@@ -523,7 +533,7 @@ class Engine:
     self,
     slot: int,
     chunk: Chunk,
-    payload: Sequence[wire_lib.Arrays],
+    payload: Sequence[wire_lib.Parts],
     strings: _Strings,
   ) -> None:
     for part, arrays in zip(chunk.slices, payload, strict=True):
@@ -534,7 +544,7 @@ class Engine:
     slot: int,
     token_chunk: int,
     part: Slice,
-    arrays: wire_lib.Arrays,
+    arrays: wire_lib.Parts,
     strings: _Strings,
   ) -> None:
     """Puts a slice into a slot, or into the string that it is a part of."""

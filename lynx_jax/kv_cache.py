@@ -26,11 +26,14 @@ cover influences the slot, whatever it holds.
 """
 
 import dataclasses
+import functools
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from lynx_jax import codec as codec_lib
+from lynx_jax import mesh as mesh_lib
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import (
   CodecConfig,
@@ -40,6 +43,8 @@ from lynx_jax.config import (
   layer_ranges,
 )
 from lynx_jax.shapes import Array, BFloat16, Bool, Int32
+
+_Tree = TypeVar('_Tree')
 
 
 @jax.tree_util.register_dataclass
@@ -153,6 +158,37 @@ def empty(
       tokens = groups * codec.group
       exact.append(Exact(dense(tokens), dense(tokens)))
   return Cache(tuple(prefix), tuple(tail), tuple(exact))
+
+
+def allocate(
+  model: ModelConfig,
+  codec: CodecConfig,
+  engine: EngineConfig,
+  mesh: jax.sharding.Mesh,
+) -> Cache:
+  """Returns an `empty` cache that was made where it lies, on a mesh."""
+  make = functools.partial(empty, model, codec, engine)
+  where = jax.tree.map(
+    functools.partial(mesh_lib.place, mesh), specs(jax.eval_shape(make))
+  )
+  return jax.jit(make, out_shardings=where)()
+
+
+def specs(tree: _Tree, leading: str = 'L B') -> _Tree:
+  """Returns how a tree of keys and values is split over a mesh.
+
+  Args:
+    tree: of `PackedTensor`s and dense arrays; each becomes one
+      `PartitionSpec`, also where it has several arrays.
+    leading: axes before those of one slot's tokens.
+  """
+
+  def one(x):
+    if isinstance(x, PackedTensor):
+      return mesh_lib.spec(f'{leading} K R Q')
+    return mesh_lib.spec(f'{leading} S K H')
+
+  return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, PackedTensor))
 
 
 def anchor_only(prefix: tuple[Prefix, ...]) -> tuple[Prefix, ...]:

@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
+from lynx_jax import kv_cache
+from lynx_jax import mesh as mesh_lib
 from lynx_jax import sampling as sampling_lib
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import (
@@ -68,7 +71,7 @@ def prefill_layers(
   count: Int32[Array, ''],
   *,
   implementation: str | None = None,
-) -> tuple[Float[Array, '1 C D'], DenseKV, Bool[Array, 'L 2']]:
+) -> tuple[Float[Array, '1 C D'], DenseKV, Bool[Array, 'L 2 K']]:
   """Runs one layer group over a token chunk.
 
   Args:
@@ -81,37 +84,69 @@ def prefill_layers(
 
   Returns:
     The residual stream; the KV with the chunk's in it; and whether K and V of
-    each layer are finite.
+    each layer and head are finite.
   """
   row = jnp.arange(h.shape[1], dtype=jnp.int32)
   finite = []
+  heads, caches = mesh_lib.spec('B T K H'), kv_cache.specs(kv, 'L')
+  everywhere = PartitionSpec()
   for index, layer in enumerate(layers):
 
     def attend(q, k, v, index=index, rule=layer.rule, kv=kv):
-      at = (index, offset, 0, 0)
-      kv = DenseKV(
-        jax.lax.dynamic_update_slice(kv.k, k.astype(kv.k.dtype), at),
-        jax.lax.dynamic_update_slice(kv.v, v.astype(kv.v.dtype), at),
-      )
-      padding = (row >= count)[None, :, None, None]
-      finite.append(
-        jnp.stack([jnp.all(jnp.isfinite(x) | padding) for x in (k, v)])
-      )
-      out = chunk_attention(
+      out, kv, good = mesh_lib.on_each_shard(
+        functools.partial(
+          _attend, layer=index, rule=rule, implementation=implementation
+        ),
+        (
+          mesh_lib.spec('B T N H'),
+          heads,
+          heads,
+          caches,
+          everywhere,
+          everywhere,
+          everywhere,
+        ),
+        (mesh_lib.spec('B T N H'), caches, mesh_lib.spec('kv K')),
         q,
-        kv.k,
-        kv.v,
-        layer=index,
-        offset=offset,
-        logits_scale=rule.logits_scale,
-        soft_cap=rule.soft_cap,
-        window=rule.window,
-        implementation=implementation,
+        k,
+        v,
+        kv,
+        offset,
+        count,
+        rule.window if isinstance(rule.window, jax.Array) else None,
       )
-      return out.astype(q.dtype), kv
+      finite.append(good)
+      return out, kv
 
     h, kv = layer(h, offset + row[None], attend)
   return h, kv, jnp.stack(finite)
+
+
+def _attend(q, k, v, kv, offset, count, window, *, layer, rule, implementation):
+  """Writes a chunk's KV, and attends, with the heads of one device."""
+  at = (layer, offset, 0, 0)
+  kv = DenseKV(
+    jax.lax.dynamic_update_slice(kv.k, k.astype(kv.k.dtype), at),
+    jax.lax.dynamic_update_slice(kv.v, v.astype(kv.v.dtype), at),
+  )
+  row = jnp.arange(q.shape[1], dtype=jnp.int32)
+  padding = (row >= count)[None, :, None, None]
+  # A head's own, so that devices need not agree.
+  finite = jnp.stack(
+    [jnp.all(jnp.isfinite(x) | padding, axis=(0, 1, 3)) for x in (k, v)]
+  )
+  out = chunk_attention(
+    q,
+    kv.k,
+    kv.v,
+    layer=layer,
+    offset=offset,
+    logits_scale=rule.logits_scale,
+    soft_cap=rule.soft_cap,
+    window=rule.window if window is None else window,
+    implementation=implementation,
+  )
+  return out.astype(q.dtype), kv, finite
 
 
 def split_chunk(
@@ -126,7 +161,25 @@ def split_chunk(
   implementation: str | None = None,
 ) -> SplitKV:
   """Splits the tokens [offset, offset + size) of a layer group."""
+  split = functools.partial(
+    _split_chunk,
+    k=k,
+    v=v,
+    group=group,
+    sinks=sinks,
+    size=size,
+    implementation=implementation,
+  )
+  return mesh_lib.on_each_shard(
+    split,
+    (kv_cache.specs(kv, 'L'), PartitionSpec()),
+    kv_cache.specs(jax.eval_shape(split, kv, offset), 'L'),
+    kv,
+    offset,
+  )
 
+
+def _split_chunk(kv, offset, *, k, v, group, sinks, size, implementation):
   def part(x, count):
     return jax.lax.dynamic_slice_in_dim(x, offset, count, axis=1)
 
@@ -185,8 +238,9 @@ class Prefill:
     self._codec, self._engine = codec, engine
     graphs, self._params = cached.split(model)
     self._ranges = layer_ranges(model.config, engine)
+    self._mesh = mesh_lib.of(self._params)
     self._embed, self._layers, self._head = _programs(
-      graphs, engine.implementation
+      graphs, engine.implementation, mesh_lib.if_several(self._mesh)
     )
 
   def chunks(
@@ -228,7 +282,7 @@ class Prefill:
         sampling.row(),
       )
       token, good = fetch((last, finite))
-      good = np.concatenate(good)
+      good = np.all(np.concatenate(good), axis=-1)
       if not good.all():
         raise NonFiniteError(_explain(good, offset, offset + len(part)))
       state.token = int(token)
@@ -253,7 +307,7 @@ class Prefill:
     size = self._engine.token_chunk
     tokens = -(-self._engine.prompt_tokens // size) * size
     heads = (self._model.kv_heads, self._model.head_dim)
-    place = jax.tree.leaves(self._params)[0].sharding
+    place = mesh_lib.place(self._mesh, mesh_lib.spec('L S K H'))
 
     def dense(layers):
       shape = (layers, tokens, *heads)
@@ -266,7 +320,9 @@ class Prefill:
 
 
 @functools.cache
-def _programs(graphs: cached.Graphs, implementation: str | None):
+def _programs(
+  graphs: cached.Graphs, implementation: str | None, mesh: Mesh | None = None
+):
   """Makes the jitted functions; engines of one model share them."""
 
   def embed(params, tokens):
@@ -291,9 +347,18 @@ def _programs(graphs: cached.Graphs, implementation: str | None):
     )
     return tokens[0, 0]
 
+  everywhere = PartitionSpec()
+  kv = mesh_lib.spec('L S K H'), mesh_lib.spec('L kv K')
   return (
-    program(embed, name='prefill'),
-    program(layers, name='prefill', donate=(1, 2)),
+    program(
+      embed, name='prefill', out_shardings=mesh_lib.outputs(mesh, everywhere)
+    ),
+    program(
+      layers,
+      name='prefill',
+      donate=(1, 2),
+      out_shardings=mesh_lib.outputs(mesh, (everywhere, *kv)),
+    ),
     program(head, name='prefill'),
   )
 

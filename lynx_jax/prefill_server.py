@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from flax import nnx
 
-from lynx_jax import handshake
+from lynx_jax import handshake, mesh
+from lynx_jax import wire as wire_lib
 from lynx_jax.config import ConfigError, Target
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill
@@ -76,6 +78,10 @@ class PrefillServer:
   ):
     self.model, self.lease_s, self.window_bytes = model, lease_s, window_bytes
     self._fingerprint = handshake.fingerprint(model)
+    own = mesh.of(nnx.state(model))
+    for wire in formats:
+      wire_lib.check_mesh(wire.codec, own)
+    self.shards = len(own.devices)
     self._formats = formats
     self._pull_host = pull_host
     self._lock = threading.Lock()  # guards the two below
@@ -151,6 +157,11 @@ class PrefillServer:
       field, sender, receiver = differences[nearest][0]
       return messages.Refused(field=field, sender=sender, receiver=receiver)
     wire = self._formats[nearest]
+    heads = wire.model.kv_heads
+    if hello.shards < 1 or heads % hello.shards:
+      return messages.Refused(
+        field='shards', sender=f'{heads} KV heads', receiver=hello.shards
+      )
     try:
       return handshake.choose(wire, hello.choices)
     except ConfigError as error:
@@ -200,7 +211,7 @@ class PrefillServer:
         channel.send(wire)
         return
       with self.source(hello.pulls) as source:
-        session = _Session(self, channel, wire, source, hello.window_bytes)
+        session = _Session(self, channel, wire, source, hello)
         with self._lock:
           self._sessions[name] = session
         try:
@@ -232,11 +243,12 @@ class _Session:
     channel: control.ServerChannel,
     wire: WireFormat,
     source: pull.PullSource | ByteSource,
-    window_bytes: int,
+    hello: messages.Hello,
   ):
     self.channel, self.source = channel, source
     self._server, self._wire = server, wire
-    self._window_bytes = max(1, min(window_bytes, server.window_bytes))
+    self._window_bytes = max(1, min(hello.window_bytes, server.window_bytes))
+    self._parts = math.lcm(server.shards, hello.shards)
     self._lock = threading.Lock()  # guards the three below
     # The sender has an id of its own for every try of a request.
     self._ids: dict[tuple[int, int], int] = {}
@@ -273,6 +285,7 @@ class _Session:
         if isinstance(self.source, pull.PullSource)
         else None,
         probe=self.source.publish((probe,)) if pulls else 0,
+        shards=self._server.shards,
       )
     )
     while True:
@@ -320,6 +333,7 @@ class _Session:
         lambda cut: Publisher(
           self.source, cut, self._announce, self._fail, self._window_bytes
         ),
+        self._parts,
       )
       threading.Thread(
         target=self._pass_records_on, args=(self._sender,), daemon=True
@@ -399,8 +413,8 @@ class _Session:
         self._timelines.pop(name, None)
 
   def _warm_up(self, sender: Sender[Publisher]) -> None:
-    for _, arrays in sender.warm_up():
-      jax.block_until_ready(digest.digest(arrays))
+    for _, parts in sender.warm_up():
+      jax.block_until_ready([digest.digest(arrays) for arrays in parts])
     self.channel.send(messages.WarmUp())
 
   def _announce(self, announcements: Sequence[Announcement]) -> None:

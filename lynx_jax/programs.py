@@ -20,7 +20,11 @@ _Tree = TypeVar('_Tree')
 
 
 def program(
-  function: Callable, *, name: str, donate: Sequence[int] = ()
+  function: Callable,
+  *,
+  name: str,
+  donate: Sequence[int] = (),
+  out_shardings: Any = None,
 ) -> Callable:
   """Returns `function` jitted as the program `name`.
 
@@ -32,6 +36,7 @@ def program(
     function: positional arguments only.
     name: shown in profiles and compile logs.
     donate: positions of arguments whose buffers the program may reuse.
+    out_shardings: where results lie; see `mesh.outputs`.
   """
 
   @functools.wraps(function)
@@ -43,6 +48,7 @@ def program(
   return jax.jit(
     named,
     donate_argnums=tuple(donate),
+    out_shardings=out_shardings,
     compiler_options={'xla_allow_excess_precision': False},
   )
 

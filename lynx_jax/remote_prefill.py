@@ -20,6 +20,7 @@ import numpy as np
 from absl import logging
 
 from lynx_jax import handshake, prefill
+from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
 from lynx_jax.config import ConfigError, Target, require
 from lynx_jax.prefill_server import PROBE
@@ -95,7 +96,7 @@ class Fetched:
   """A prompt that was computed elsewhere: token 1 and every chunk."""
 
   token: int
-  chunks: tuple[tuple[Chunk, Sequence[wire_lib.Arrays]], ...]
+  chunks: tuple[tuple[Chunk, Sequence[wire_lib.Parts]], ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -131,7 +132,7 @@ class RemotePrefill:
   Args:
     wire: format of the transfers.
     fingerprint: of the model; see `handshake.fingerprint`.
-    sharding: where payloads shall lie.
+    sharding: of any array on the devices on which payloads shall lie.
     dial: opens a channel; it looks the address up each time.
     server: the process's transfer server; None fetches bytes.
     pace: an emulated link; None is the real one.
@@ -157,7 +158,9 @@ class RemotePrefill:
     window_bytes: int | None = None,
     faults: Faults | None = None,
   ):
-    self._wire, self._sharding = wire, sharding
+    self._wire, self._mesh = wire, mesh_lib.of_sharding(sharding)
+    self._shards: int | None = None  # of the sender; it may not change
+    self._places: tuple[Any, ...] = ()
     self._facts = handshake.facts(wire, fingerprint)
     self._dial, self._server = dial, server
     self._patience = patience or Patience()
@@ -203,7 +206,7 @@ class RemotePrefill:
     """Brings the chunks."""
     return self._transport
 
-  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Parts]]:
     """Lets both sides compile; yields zeros of every kind of payload.
 
     Raises:
@@ -212,9 +215,9 @@ class RemotePrefill:
     self._warm.clear()
     self._send(messages.WarmUp())
     for part in self._wire.slice_kinds():
-      arrays = self._zeros(wire_lib.specs(self._wire, part, self._sharding))
-      jax.block_until_ready(digest.digest(arrays))
-      yield part, arrays
+      parts = self._zeros(wire_lib.specs(self._wire, part, self._places))
+      jax.block_until_ready([digest.digest(arrays) for arrays in parts])
+      yield part, parts
     while not self._warm.wait(_TICK_S):
       if self._lost is not None:
         raise control.PeerLost(f'while it warmed up: {self._lost}')
@@ -239,7 +242,7 @@ class RemotePrefill:
     del known
     with self._lock:
       request, self._next_private = self._next_private, self._next_private - 1
-    fetched: list[tuple[Chunk, Sequence[wire_lib.Arrays]]] = []
+    fetched: list[tuple[Chunk, Sequence[wire_lib.Parts]]] = []
     token = None
     with self._transport.unpaced():
       timeline = Timeline(time.monotonic())
@@ -274,7 +277,7 @@ class RemotePrefill:
 
   def payloads(
     self, computed: Fetched
-  ) -> Iterator[tuple[Chunk, Sequence[wire_lib.Arrays]]]:
+  ) -> Iterator[tuple[Chunk, Sequence[wire_lib.Parts]]]:
     """Yields every chunk of what `compute` returned, with its payload."""
     yield from computed.chunks
 
@@ -359,7 +362,7 @@ class RemotePrefill:
 
   def _specs(self, chunk: Chunk) -> tuple[Any, ...]:
     return tuple(
-      wire_lib.specs(self._wire, part, self._sharding) for part in chunk.slices
+      wire_lib.specs(self._wire, part, self._places) for part in chunk.slices
     )
 
   def _zeros(self, specs: Any) -> Any:
@@ -438,6 +441,7 @@ class RemotePrefill:
           choices=handshake.choices(self._wire.engine),
           window_bytes=self._window_bytes,
           pulls=self._server is not None,
+          shards=len(self._mesh.devices),
         )
       )
       answer = channel.receive(self._patience.handshake_s)
@@ -450,6 +454,7 @@ class RemotePrefill:
           raise control.PeerLost(f'no answer in {self._patience.handshake_s} s')
         case _:
           raise messages.ProtocolError(f'{type(answer).__name__} is no welcome')
+      self._divide(answer.shards)
       link = self._link(channel, answer)
       if self._faults is not None:
         link = self._faults.link(link)
@@ -470,6 +475,22 @@ class RemotePrefill:
           entry.generation += 1
           entry.released = entry.refused = False
           self._ask_for(entry)
+
+  def _divide(self, shards: int) -> None:
+    """Says in which parts slices come from a sender with so many shards.
+
+    Raises:
+      HandshakeError: the sender's devices had other parts before: they would
+        compute other bits now.
+    """
+    heads = self._wire.model.kv_heads
+    if shards < 1 or heads % shards:
+      raise control.HandshakeError('shards', shards, f'{heads} KV heads')
+    if self._shards not in (None, shards):
+      raise control.HandshakeError('shards', shards, self._shards)
+    self._shards = shards
+    parts = math.lcm(shards, len(self._mesh.devices))
+    self._places = wire_lib.places(self._mesh, parts)
 
   def _link(
     self, channel: control.Channel, welcome: messages.Welcome
@@ -497,7 +518,7 @@ class RemotePrefill:
     Raises:
       TransferError: it does not come in time, or is another one.
     """
-    specs = (jax.ShapeDtypeStruct(PROBE, np.uint8, sharding=self._sharding),)
+    specs = (jax.ShapeDtypeStruct(PROBE, np.uint8, sharding=self._places[0]),)
     pulled = link.pull(probe, specs)
     until_s = time.monotonic() + _PROBE_S
     while not pulled.ready():

@@ -13,7 +13,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -87,7 +87,7 @@ class PrefillSide(Protocol):
   def transport(self) -> Incoming:
     """Brings the chunks."""
 
-  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Parts]]:
     """Compiles what transfers need; yields a payload of every kind."""
 
   def compute(
@@ -108,7 +108,7 @@ class PrefillSide(Protocol):
 
   def payloads(
     self, computed: Any
-  ) -> Iterator[tuple[Chunk, Sequence[wire_lib.Arrays]]]:
+  ) -> Iterator[tuple[Chunk, Sequence[wire_lib.Parts]]]:
     """Yields every chunk of what `compute` returned, with its payload."""
 
   def submit(
@@ -160,6 +160,7 @@ class Sender(Generic[Wire]):
     prefill: the programs.
     wire: format of the transfers.
     connect: makes the transport, given the function that cuts payloads.
+    parts: that slices travel in; see `wire`.
   """
 
   def __init__(
@@ -167,8 +168,9 @@ class Sender(Generic[Wire]):
     prefill: Prefill,
     wire: WireFormat,
     connect: Callable[[Cut], Wire],
+    parts: int = 1,
   ):
-    self._prefill, self._wire = prefill, wire
+    self._prefill, self._wire, self._parts = prefill, wire, parts
     self._jobs: dict[int, _Job] = {}
     # Held while chunks are offered or a request is dropped: nothing may be
     # offered after its transfer was cancelled.
@@ -182,14 +184,14 @@ class Sender(Generic[Wire]):
     )
     self._thread.start()
 
-  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
+  def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Parts]]:
     """Compiles what transfers need; yields a payload of every kind."""
     computed = self.compute(np.zeros(self._wire.engine.token_chunk, np.int32))
     for layer_group in range(len(self._wire.layer_counts)):
       if self._wire.codec.exact:
         wire_lib.encode(self._wire, computed, layer_group, 0)
     for part in self._wire.slice_kinds():
-      (arrays,) = wire_lib.cut(self._wire, computed, 0, (part,))
+      (arrays,) = self._cut(computed, 0, (part,))
       yield part, arrays
 
   def compute(
@@ -220,7 +222,7 @@ class Sender(Generic[Wire]):
 
   def payloads(
     self, computed: Prompt
-  ) -> Iterator[tuple[Chunk, Sequence[wire_lib.Arrays]]]:
+  ) -> Iterator[tuple[Chunk, Sequence[wire_lib.Parts]]]:
     """Yields every chunk of what `compute` returned, with its payload."""
     wire = self._wire
     manifests = [
@@ -231,7 +233,7 @@ class Sender(Generic[Wire]):
       pages = fetch(wire_lib.encode(wire, computed, *string)).item()
       manifests.append(wire.exact_manifest(0, *string, pages))
     for chunk in itertools.chain(*manifests):
-      yield chunk, wire_lib.cut(wire, computed, chunk.token_chunk, chunk.slices)
+      yield chunk, self._cut(computed, chunk.token_chunk, chunk.slices)
 
   def submit(
     self,
@@ -290,7 +292,12 @@ class Sender(Generic[Wire]):
     """Returns the payload of a chunk that was offered."""
     computed = self._jobs[chunk.request].computed
     assert computed is not None
-    return wire_lib.cut(self._wire, computed, chunk.token_chunk, chunk.slices)
+    return self._cut(computed, chunk.token_chunk, chunk.slices)
+
+  def _cut(
+    self, prompt: Prompt, token_chunk: int, slices: Iterable[Slice]
+  ) -> tuple[wire_lib.Parts, ...]:
+    return wire_lib.cut(self._wire, prompt, token_chunk, slices, self._parts)
 
   def close(self) -> None:
     """Stops after the chunk being computed; may be called twice."""

@@ -17,21 +17,42 @@ such plane:
 Pages of an exact string are gathered beside the cache (`gather`), in room for
 its longest form, and go into it together, when the planes are there (`merge`).
 
+A slice travels in parts, each with some of the KV heads, from one device to
+one device: with p devices that divide the heads on one side and d on the other,
+there are lcm(p, d) parts, each within one shard of either side. Two prefill and
+three decode shards of 6 heads, for example:
+
+| part | heads | prefill shard | decode shard |
+|---|---|---|---|
+| 0, 1 | 0, 1 | 0 | 0 |
+| 2 | 2 | 0 | 1 |
+| 3 | 3 | 1 | 1 |
+| 4, 5 | 4, 5 | 1 | 2 |
+
 Both programs are compiled for each kind of slice and each power of two of
-units (`WireFormat.slice_counts`); slot, layers and positions are traced.
+units (`WireFormat.slice_counts`); slot, layers and positions are traced. They
+run on each shard alone.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import (
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+  SingleDeviceSharding,
+)
 
 from lynx_jax import exact, kv_cache
+from lynx_jax import mesh as mesh_lib
 from lynx_jax.codec import PackedTensor
+from lynx_jax.config import CodecConfig, require
 from lynx_jax.kv_cache import Cache, Exact, Prefix
 from lynx_jax.prefill import Prompt
 from lynx_jax.programs import program
@@ -46,14 +67,31 @@ from lynx_jax.transport.streams import (
 )
 
 Arrays = tuple[Array | None, ...]
+Parts = tuple[Arrays, ...]  # of a slice
 String = UInt16[Array, '1 1 pages page']  # one layer, one slot: as a buffer
 
 _PAGE = PAGE_BYTES // DENSE_BYTES  # units of exact.ExactPlane
 
 
+def check_mesh(codec: CodecConfig, mesh: Mesh) -> None:
+  """Raises `ConfigError` unless a side on the mesh can serve the codec.
+
+  A string of the exact plane has all KV heads, and so all must lie together.
+  """
+  require(
+    not codec.exact or mesh.size == 1,
+    f'codec.exact=True needs one device a side, not {mesh.size}: a string of '
+    'the exact plane holds all KV heads',
+  )
+
+
 def cut(
-  wire: WireFormat, prompt: Prompt, token_chunk: int, slices: Iterable[Slice]
-) -> tuple[Arrays, ...]:
+  wire: WireFormat,
+  prompt: Prompt,
+  token_chunk: int,
+  slices: Iterable[Slice],
+  parts: int = 1,
+) -> tuple[Parts, ...]:
   """Returns the payload of a chunk, one entry a slice.
 
   Args:
@@ -62,7 +100,9 @@ def cut(
       exact plane that its string was encoded.
     token_chunk: of the chunk.
     slices: of the chunk.
+    parts: that a slice travels in; a multiple of the prefill side's shards.
   """
+  devices = mesh_lib.of(prompt.kv).devices
   size, group = wire.engine.token_chunk, wire.codec.group
   first_group = token_chunk * size // group
   payload = []
@@ -84,29 +124,55 @@ def cut(
       else:
         arrays, rows = _prefix_arrays(split.k, split.v, part.plane, group)
         packed, first = isinstance(split.k, PackedTensor), first_group
+    cut_parts = _cut_program(rows, 2 if packed else 1, parts // len(devices))(
+      arrays,
+      np.asarray(part.layers, np.int32),
+      np.asarray(part.indices, np.int32) - np.int32(first),
+      np.int32(base),
+    )
     payload.append(
-      _cut_program(rows, axis=2 if packed else 1)(
-        arrays,
-        np.asarray(part.layers, np.int32),
-        np.asarray(part.indices, np.int32) - np.int32(first),
-        np.int32(base),
+      tuple(
+        jax.tree.map(functools.partial(_on, device), arrays)
+        for device, *_ in devices
+        for arrays in cut_parts
       )
     )
   return tuple(payload)
 
 
+def places(mesh: Mesh, parts: int) -> tuple[SingleDeviceSharding, ...]:
+  """Returns where each part of a slice goes on a decode side's mesh."""
+  count = parts // len(mesh.devices)
+  return tuple(
+    SingleDeviceSharding(device)
+    for device, *_ in mesh.devices
+    for _ in range(count)
+  )
+
+
+def destination(mesh: Mesh) -> Callable[[Sequence[Parts]], Any]:
+  """Returns the function that says where a payload goes, for a link."""
+
+  def of(payload: Sequence[Parts]) -> Any:
+    return tuple(places(mesh, len(parts)) for parts in payload)
+
+  return of
+
+
 def insert(
-  wire: WireFormat, cache: Cache, slot: int, part: Slice, payload: Arrays
+  wire: WireFormat, cache: Cache, slot: int, part: Slice, payload: Parts
 ) -> Cache:
   """Returns the cache with a slice in `slot`.
 
-  The buffers that it changes are donated; the others are passed on.
+  The buffers that it changes are donated; the others are passed on. Each part
+  of the payload lies where `places` says.
   """
   prefix, tail = cache.prefix[part.layer_group], cache.tail[part.layer_group]
   buffers, rows, axis = _destination(wire, cache, part)
-  filled = _insert_program(rows, axis)(
+  mesh = mesh_lib.of(buffers)
+  filled = _insert_program(rows, axis, mesh_lib.if_several(mesh))(
     buffers,
-    payload,
+    _joined(mesh, payload, 1 if axis == 3 else 2),
     np.int32(slot),
     np.asarray(part.layers, np.int32),
     np.asarray(part.indices, np.int32),
@@ -151,15 +217,15 @@ def encode(
 
 
 def gather(
-  wire: WireFormat, string: String | None, part: Slice, payload: Arrays
+  wire: WireFormat, string: String | None, part: Slice, payload: Parts
 ) -> String:
   """Returns an exact string with the pages of a slice; it is donated."""
   if string is None:
-    (pages,) = payload
+    ((pages,),) = payload
     assert pages is not None
     shape = (1, 1, wire.most_pages(part.layer_group), _PAGE)
     string = jnp.zeros(shape, jnp.uint16, device=pages.sharding)
-  (filled,) = _insert_program((1,), axis=2)(
+  (filled,) = _insert_program((1,), 2, None)(
     (string,),
     payload,
     np.int32(0),
@@ -210,23 +276,38 @@ def merge(
   return dataclasses.replace(cache, exact=_with(cache.exact, layer_group, held))
 
 
-def specs(wire: WireFormat, part: Slice, sharding: Any) -> Any:
-  """Returns what the payload of a slice looks like, as `ShapeDtypeStruct`s."""
+def specs(
+  wire: WireFormat, part: Slice, where: Sequence[SingleDeviceSharding]
+) -> Any:
+  """Returns what the payload of a slice looks like, as `ShapeDtypeStruct`s.
+
+  Args:
+    wire: format of the request.
+    part: the slice.
+    where: each of its parts goes; see `places`.
+  """
   if part.segment is Segment.EXACT:
     shape = (len(part.layers), 1, _PAGE)
-    return (jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=sharding),)
+    return tuple(
+      (jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=place),)
+      for place in where
+    )
   buffers, rows, axis = _destination(wire, _abstract_cache(wire), part)
+  heads = 2 if axis == 3 else 3
 
-  def one(buffer, size):
+  def one(place, buffer, size):
     if buffer is None:
       return None
-    unit = list(buffer.shape[2:])  # without layers and slots
-    unit[axis - 2] = size
+    unit = list(buffer.shape)
+    unit[axis] = size
+    unit[heads] //= len(where)
     return jax.ShapeDtypeStruct(
-      (len(part.layers), *unit), buffer.dtype, sharding=sharding
+      (len(part.layers), *unit[2:]), buffer.dtype, sharding=place
     )
 
-  return tuple(map(one, buffers, rows))
+  return tuple(
+    tuple(map(functools.partial(one, place), buffers, rows)) for place in where
+  )
 
 
 @functools.cache
@@ -251,14 +332,54 @@ def _destination(
   return buffers, rows, 3 if isinstance(prefix.k, PackedTensor) else 2
 
 
-@functools.cache
-def _cut_program(rows: tuple[int, ...], axis: int):
-  """Compiles: takes `rows[i]` entries along `axis` of array i, a unit."""
+def _on(device: jax.Device, x: Array) -> Array:
+  """Returns the part of an array that lies on a device."""
+  if len(x.sharding.device_set) == 1:
+    return x
+  (shard,) = [s for s in x.addressable_shards if s.device == device]
+  return shard.data
 
-  def run(arrays, layers, indices, base):
+
+def _joined(mesh: Mesh, payload: Parts, heads: int) -> Parts:
+  """Returns arrays of the whole mesh, the i-th with each shard's i-th part.
+
+  Args:
+    mesh: of the decode side.
+    payload: its parts.
+    heads: axis of the KV heads.
+  """
+  if mesh.size == 1:
+    return payload
+  count = len(payload) // len(mesh.devices)
+
+  def join(*own):
+    # Devices with the same heads copy from the first of them.
+    copies = [
+      jax.device_put(x, device)
+      for x, devices in zip(own, mesh.devices, strict=True)
+      for device in devices
+    ]
+    shape = list(own[0].shape)
+    shape[heads] *= len(own)
+    split = PartitionSpec(*[None] * heads, mesh_lib.KV)
+    return jax.make_array_from_single_device_arrays(
+      tuple(shape), NamedSharding(mesh, split), copies
+    )
+
+  return tuple(
+    jax.tree.map(join, *payload[first::count]) for first in range(count)
+  )
+
+
+@functools.cache
+def _cut_program(rows: tuple[int, ...], axis: int, parts: int):
+  """Compiles: takes `rows[i]` entries along `axis` of array i, a unit."""
+  heads = 3 - axis  # the axes of rows and heads are 1 and 2
+
+  def cut(arrays, layers, indices, base):
     def one(x, size):
       if x is None:
-        return None
+        return [None] * parts
 
       def unit(layer, index):
         start = [jnp.zeros((), jnp.int32)] * x.ndim
@@ -266,27 +387,39 @@ def _cut_program(rows: tuple[int, ...], axis: int):
         shape = (1, *x.shape[1:axis], size, *x.shape[axis + 1 :])
         return jax.lax.dynamic_slice(x, start, shape)[0]
 
-      return jax.vmap(unit)(layers, indices)
+      return jnp.split(jax.vmap(unit)(layers, indices), parts, heads)
 
-    return tuple(one(x, n) for x, n in zip(arrays, rows, strict=True))
+    cuts = [one(x, n) for x, n in zip(arrays, rows, strict=True)]
+    return tuple(zip(*cuts, strict=True))
 
-  return program(run, name='cut')
+  split = PartitionSpec(*[None] * heads, mesh_lib.KV)
+  return program(
+    functools.partial(
+      mesh_lib.on_each_shard,
+      cut,
+      (split, PartitionSpec(), PartitionSpec(), PartitionSpec()),
+      split,
+    ),
+    name='cut',
+  )
 
 
 @functools.cache
-def _insert_program(rows: tuple[int, ...], axis: int):
+def _insert_program(rows: tuple[int, ...], axis: int, mesh: Mesh | None):
   """Compiles: puts `rows[i]` entries along `axis` of buffer i, a unit."""
+  heads = 5 - axis  # the axes of rows and heads are 2 and 3
 
-  def run(
+  def insert(
     buffers,
     payload,
     slot: Int32[Array, ''],
     layers: Int32[Array, 'm'],
     indices: Int32[Array, 'm'],
   ):
-    def one(buffer, values, size):
+    def one(buffer, parts, size):
       if buffer is None:
         return None
+      values = jnp.concatenate(parts, heads - 1)
 
       def unit(i, buffer):
         start = [jnp.zeros((), jnp.int32)] * buffer.ndim
@@ -297,11 +430,24 @@ def _insert_program(rows: tuple[int, ...], axis: int):
 
       return jax.lax.fori_loop(0, layers.shape[0], unit, buffer)
 
+    parts = zip(*payload, strict=True)
     return tuple(
-      one(b, x, n) for b, x, n in zip(buffers, payload, rows, strict=True)
+      one(b, x, n) for b, x, n in zip(buffers, parts, rows, strict=True)
     )
 
-  return program(run, name='insert', donate=(0,))
+  split = PartitionSpec(*[None] * heads, mesh_lib.KV)
+  part = PartitionSpec(*[None] * (heads - 1), mesh_lib.KV)
+  return program(
+    functools.partial(
+      mesh_lib.on_each_shard,
+      insert,
+      (split, part, PartitionSpec(), PartitionSpec(), PartitionSpec()),
+      split,
+    ),
+    name='insert',
+    donate=(0,),
+    out_shardings=mesh_lib.outputs(mesh, split),
+  )
 
 
 @functools.cache

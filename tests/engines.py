@@ -26,6 +26,7 @@ from lynx_jax.config import (
   CodecConfig,
   EngineConfig,
   LayerCodec,
+  ModelConfig,
   Order,
   Rotation,
   Target,
@@ -180,13 +181,16 @@ class Bench:
     model: Transformer,
     *,
     prefill_model: Transformer | None = None,
+    decode_model: Transformer | None = None,
     connect: Callable[[courier.Cut], courier.Transport] | None = None,
   ):
     self.script: courier.Script = courier.shuffle(0)
-    graph, params = nnx.split(model)
+    if decode_model is None:
+      graph, params = nnx.split(model)
+      decode_model = nnx.merge(graph, jax.device_put(params, DECODE_DEVICE))
     self.engine = Engine(
       model if prefill_model is None else prefill_model,
-      nnx.merge(graph, jax.device_put(params, DECODE_DEVICE)),
+      decode_model,
       setup.codec,
       setup.config,
       connect=self._connect if connect is None else connect,
@@ -195,7 +199,7 @@ class Bench:
 
   def _connect(self, cut: courier.Cut) -> courier.Transport:
     link = links.DeviceLink(DECODE_DEVICE)
-    return _Patient(link, cut, lambda chunks: self.script(chunks))
+    return Patient(link, cut, lambda chunks: self.script(chunks))
 
   def configure(
     self,
@@ -233,7 +237,7 @@ class Bench:
     return self._references[key]
 
 
-class _Patient(courier.ScriptedCourier):
+class Patient(courier.ScriptedCourier):
   """Lets the prefill thread work while nothing is under way."""
 
   def wait(self, timeout_s: float) -> bool:
@@ -259,7 +263,11 @@ def trickle(seed: int) -> courier.Script:
 @functools.cache
 def model(dtype: str = 'float32', layers: int = MODEL.layers) -> Transformer:
   """Returns random weights; drawn by NumPy, since JAX would compile for it."""
-  config = dataclasses.replace(MODEL, dtype=dtype, layers=layers)
+  return draw_model(dataclasses.replace(MODEL, dtype=dtype, layers=layers))
+
+
+def draw_model(config: ModelConfig) -> Transformer:
+  """Returns random weights; see `model`."""
   graph, state = nnx.split(transformer.abstract_model(config))
   rng = np.random.default_rng(0)
 

@@ -47,6 +47,7 @@ HOST_VALUES = {
   ('engine.py', 'prompt'): 'token ids of the caller',
   ('engine.py', 'request.prompt'): 'token ids of the caller',
   ('engine.py', 'self._queue'): 'a list of ids',
+  ('mesh.py', 'devices'): 'chips, no values',
   ('models/weights.py', 'shape'): 'of a tensor in a file',
   ('models/weights.py', 'value'): 'a number of a JSON file',
   ('speculative/decode.py', 'end_tokens'): 'of the tokenizer',

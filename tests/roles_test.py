@@ -81,9 +81,9 @@ def _until(condition, within_s: float) -> None:
     time.sleep(0.02)
 
 
-def _local(tmp_path) -> subprocess.Popen:
+def _local(tmp_path, *flags: str) -> subprocess.Popen:
   return subprocess.Popen(
-    [*COMMAND, *SMALL, f'--workdir={tmp_path}', '--role=local'],
+    [*COMMAND, *SMALL, f'--workdir={tmp_path}', '--role=local', *flags],
     cwd=ROOT,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
@@ -93,9 +93,12 @@ def _local(tmp_path) -> subprocess.Popen:
 
 
 def test_both_sides_on_this_machine(tmp_path):
-  process = _local(tmp_path)
+  """Each of four devices pulls its part of what two have computed."""
+  meshes = '--config.prefill_mesh=2', '--config.decode_mesh=4'
+  process = _local(tmp_path, *meshes)
   out, err = process.communicate(timeout=280)
   assert process.returncode == 0, err
+  assert 'chunks go as bytes' not in err
   assert 'starting the prefill process' in out
   requests = [
     r for r in results.read(tmp_path / results.FILE) if r['kind'] == 'request'

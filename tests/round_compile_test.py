@@ -7,6 +7,7 @@ cache's shape does not depend on the model dim, the time to compile does.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from flax import nnx
 
 from experiments import tpu_compiler
 from lynx_jax import kv_cache, prefill
+from lynx_jax import mesh as mesh_lib
 from lynx_jax.config import CodecConfig, EngineConfig, Target
 from lynx_jax.models import cached, presets
 from lynx_jax.models.transformer import Transformer
@@ -158,6 +160,55 @@ def test_a_planted_sum_over_rows_is_seen():
   report = tpu_compiler.compile_for('v5e', planted, h, w)
   ((opcode, sizes),) = _sums_over_rows(report.hlo)
   assert (opcode, sizes) == ('reduce', (ROWS,))
+
+
+def on_mesh(tree, places):
+  """Returns the tree with shardings; `places` has one for whole subtrees."""
+  return jax.tree.map(
+    lambda place, part: jax.tree.map(lambda x: x.update(sharding=place), part),
+    places,
+    tree,
+    is_leaf=lambda x: isinstance(x, jax.sharding.Sharding),
+  )
+
+
+def test_a_round_on_four_chips_reduces_twice_a_layer():
+  """Each chip runs the kernel on its own heads, and copies no cache."""
+  model = MODELS['Llama-3.1-8B']
+  made = mesh_lib.make(tpu_compiler.devices('v5e:2x2'), model)
+  assert made.size == 4
+  graphs, params = split(model)
+  params = tuple(on_mesh(p, mesh_lib.places(made, p)) for p in params)
+  cache = jax.eval_shape(lambda: kv_cache.empty(model, CodecConfig(), ENGINE))
+  places = jax.tree.map(
+    functools.partial(mesh_lib.place, made), kv_cache.specs(cache)
+  )
+  cache = on_mesh(cache, places)
+  everywhere = mesh_lib.place(made, jax.sharding.PartitionSpec())
+  slots = jax.ShapeDtypeStruct((ENGINE.slots,), jnp.int32, sharding=everywhere)
+  programs = decode._programs(
+    graphs, ENGINE.verify_rows, dispatch.PALLAS_TPU, made
+  )
+  report = tpu_compiler.compile_for(
+    'v5e',
+    programs.layers,
+    params,
+    activations(ENGINE.verify_rows, ENGINE.slots, model).update(
+      sharding=everywhere
+    ),
+    cache.prefix[0],
+    cache.tail[0],
+    kv_cache.Rows(slots, slots, slots.update(dtype=jnp.bool_)),
+    None,
+  )
+  kernels = [name for name in report.calls if 'split_attention' in name]
+  assert len(kernels) == LAYERS
+  assert tpu_compiler.collectives(report.hlo) == {'all-reduce': 2 * LAYERS}
+  assert not [str(x) for x in tpu_compiler.made(report.hlo) if x.dtype == 'u8']
+  shard = jax.tree.map(
+    lambda x: x.update(shape=x.sharding.shard_shape(x.shape)), cache.tail[0]
+  )
+  assert not copies(report, shard)
 
 
 def test_prefill_of_128k_tokens_is_one_program_without_copies():

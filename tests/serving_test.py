@@ -20,22 +20,35 @@ def _devices(model) -> set[jax.Device]:
   }
 
 
-@pytest.mark.parametrize('prefill_devices, at', [(None, 4), (1, 1), (7, 7)])
-def test_both_sides_have_a_copy(prefill_devices, at):
-  model = serving.load('tiny', 'float32', prefill_devices)
-  assert _devices(model.prefill) == {jax.devices()[0]}
-  assert _devices(model.decode) == {jax.devices()[at]}
+@pytest.mark.parametrize('sides', [(1, 1), (2, 4), (4, 1)])
+def test_each_side_has_devices_of_its_own(sides):
+  model = serving.load('tiny', 'float32', sides)
+  devices, (first, second) = jax.devices(), sides
+  assert _devices(model.prefill) == {*devices[:first]}
+  assert _devices(model.decode) == {*devices[first : first + second]}
 
 
-@pytest.mark.parametrize('prefill_devices', [-1, 0, 8])
-def test_devices_that_are_not_there(prefill_devices):
-  with pytest.raises(ConfigError, match=r'must be in 1\.\.7: there are 8'):
-    serving.load('tiny', 'float32', prefill_devices)
+def test_a_process_with_one_side_has_one_copy():
+  model = serving.load('tiny', 'float32', (2,))
+  assert model.prefill is model.decode
+  assert _devices(model.prefill) == {*jax.devices()[:2]}
 
 
-def test_one_seventh_of_the_devices_serves_the_rest():
+@pytest.mark.parametrize(
+  'sides, message',
+  [
+    ((4, 5), r'4 \+ 5 devices .* more than the 8 there are'),
+    ((3, 1), '3 devices cannot divide tiny.*; 1, 2, 4 can'),
+  ],
+)
+def test_devices_that_cannot_serve(sides, message):
+  with pytest.raises(ConfigError, match=message):
+    serving.load('tiny', 'float32', sides)
+
+
+def test_two_devices_prefill_for_four():
   """The link ends where decode is, and the output is the reference."""
-  model = serving.load('tiny', 'float32', prefill_devices=1)
+  model = serving.load('tiny', 'float32', (2, 4))
   scheme = config.scheme('lynx', CodecConfig())
   engine_config = EngineConfig(
     prompt_tokens=len(PROMPT), output_tokens=9, layer_groups=2

@@ -218,6 +218,18 @@ def test_placement_reaches_every_parameter():
     assert value.devices() == {device}
 
 
+def test_placement_on_devices_splits_the_heads():
+  """Onto a mesh, tensor by tensor; see `mesh`."""
+  devices = tuple(jax.devices()[:2])
+  _, model = weights.load(SHARDED, placement=devices)
+  _, whole = weights.load(SHARDED)
+  q = model.layers[0].q[...]
+  assert q.sharding.device_set == {*devices}
+  assert q.sharding.shard_shape(q.shape)[1] == q.shape[1] // 2
+  same = jax.tree.map(np.array_equal, nnx.state(model), nnx.state(whole))
+  assert all(jax.tree.leaves(same))
+
+
 def test_placement_may_depend_on_the_path():
   mesh = jax.make_mesh((2,), ('model',))
   spec = jax.sharding.PartitionSpec

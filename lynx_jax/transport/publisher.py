@@ -23,7 +23,7 @@ class Announcement:
   """A chunk that can be fetched.
 
   `epoch` counts the resets before it was published. `digests` has one u32[2] a
-  slice; see `digest.texts`.
+  part of a slice; see `digest.texts`.
   """
 
   chunk: streams.Chunk
@@ -181,7 +181,7 @@ class Publisher:
     while chunk is not None:
       payload = self._payload(chunk)
       if payload is not None:
-        digests = [digest.digest(arrays) for arrays in payload]
+        digests = [digest.digest(a) for parts in payload for a in parts]
         with self._changed:
           uuid = self._source.publish(payload)
           self._published[uuid] = chunk

@@ -452,7 +452,10 @@ class Receiver:
       except streams.TransferError as error:
         broken.append((flight, error))
     sums = digest.texts(
-      [[digest.digest(part) for part in p] for p in payloads.values()]
+      [
+        [digest.digest(arrays) for parts in payload for arrays in parts]
+        for payload in payloads.values()
+      ]
     )
     now_s = time.monotonic()
     good = []

@@ -261,6 +261,8 @@ class WireFormat:
       layer: inside the group.
       prompt_tokens: P.
     """
+    if self.model.local is None:
+      return 0
     start, _ = config.layer_ranges(self.model, self.engine)[layer_group]
     window = self.model.window(start + layer)
     return max(0, prompt_tokens - window + 1) if window else 0
