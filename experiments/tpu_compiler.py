@@ -319,16 +319,20 @@ def large_copies(hlo: str, minimum: int = _MIB) -> list[str]:
 def summed(hlo: str) -> collections.abc.Iterator[tuple[str, tuple[int, ...]]]:
   """Yields opcode and sizes of the dimensions over which a module sums.
 
-  Of every dot, convolution and reduction, fused ones too. What a Pallas kernel
-  does inside is not in the module.
+  Of every dot, convolution and reduction of numbers, fused ones too. What a
+  Pallas kernel does inside is not in the module.
   """
   shapes = {
     name: tuple(int(n) for n in shape.split(',') if n)
     for name, shape in re.findall(r'%([\w.-]+) = \(*\w+\[([\d,]*)\]', hlo)
   }
-  for opcode, operands, rest in re.findall(
-    r' (dot|convolution|reduce|reduce-window)\(([^)]*)\)([^\n]*)', hlo
+  for dtype, opcode, operands, rest in re.findall(
+    r' = \(*(\w+)\[[^\n]*? (dot|convolution|reduce|reduce-window)'
+    r'\(([^)]*)\)([^\n]*)',
+    hlo,
   ):
+    if dtype == 'pred':
+      continue
     names = re.findall(r'%([\w.-]+)', operands)
     first, second = shapes[names[0]], shapes[names[1]]
     if opcode == 'convolution':

@@ -125,7 +125,10 @@ def _sums_over_rows(hlo):
 
 @pytest.mark.parametrize('target', ['planes', 'exact'])
 def test_no_sum_of_a_verification_runs_over_its_rows(target):
-  """So what a row computes does not depend on which row it is."""
+  """So what a row computes does not depend on which row it is.
+
+  A logical or does: keys that no row sees are read as 0, and weigh 0 anyway.
+  """
   model = MODELS['SmolLM2-135M']
   graphs, params = split(model)
   engine = dataclasses.replace(
