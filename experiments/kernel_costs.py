@@ -94,7 +94,7 @@ def cells() -> list[Cell]:
           kernel=kernel,
           query_rows=64,
           block=many.tokens,
-          block_heads=many.heads,
+          block_heads=min(many.heads, heads),
         )
         for kernel in ATTENTION
       ]
@@ -115,6 +115,8 @@ def measure(cell: Cell) -> dict:
     cell.kv_heads // cell.block_heads
   )
   per_step = sum(kernel.bundles[1:])
+  for bundles, trips in zip(kernel.loops, _trips(cell, kernel), strict=True):
+    per_step += bundles * (trips - 1)
   issue_cycles = kernel.bundles[0] + steps * per_step
   dma_bytes = _format_bytes(cell)
   floor_cycles = dma_bytes / chip.bytes_per_cycle
@@ -132,6 +134,20 @@ def measure(cell: Cell) -> dict:
     'speedup_over_xla': None,
     'cache_copies': len(report.copies),
   }
+
+
+def _trips(cell, kernel):
+  """Returns how often every loop inside a grid step runs in a usual step."""
+  # The first starts copies. Where query rows are many there is another, of all
+  # heads but one (`many_rows_tpu`).
+  return [1, cell.block_heads - 1][: len(kernel.loops)]
+
+
+def _block_sizes(cell):
+  sizes = split_attention_tpu.BlockSizes.default(
+    cell.generation, head_dim=cell.head_dim, query_rows=cell.query_rows
+  )
+  return dataclasses.replace(sizes, tokens=cell.block, heads=cell.block_heads)
 
 
 def _format_bytes(cell):
@@ -192,10 +208,7 @@ def _build(cell):
     kv = shape((2, 1, cell.kv_heads, cell.tokens, cell.head_dim))
     return bf16, (q, kv, kv, scalar, lengths), 'attention_bf16'
 
-  sizes = split_attention_tpu.BlockSizes.default(
-    cell.generation, head_dim=cell.head_dim, query_rows=cell.query_rows
-  )
-  sizes = dataclasses.replace(sizes, tokens=cell.block, heads=cell.block_heads)
+  sizes = _block_sizes(cell)
 
   def attention(q, k, v, layer, prefix_tokens):
     return split_attention_tpu.split_attention_tpu(

@@ -86,6 +86,8 @@ class KernelReport:
     name: of the `pallas_call`.
     bundles: VLIW bundles after register allocation, stalls included, by loop
       depth: [outside the grid loop, a grid step, …]. DMA waits are not in it.
+    loops: bundles of every loop inside the grid's, in their order; each is in
+      `bundles` once, however often it runs.
     slots: operations issued, by slot (`MXU`, `VALU`, `VSTORE:SPILL`, …).
     capacity: operations a bundle can hold, by slot.
     vmem_bytes: all buffers, both copies of double-buffered ones.
@@ -94,6 +96,7 @@ class KernelReport:
 
   name: str
   bundles: tuple[int, ...]
+  loops: tuple[int, ...]
   slots: dict[str, int]
   capacity: dict[str, int]
   vmem_bytes: int
@@ -206,11 +209,11 @@ def _kernels(calls):
       _one(f'*-{name}-*-final_hlo-static-per-bundle-utilization.txt')
     )
     windows = memory[name]['blocks'][0]['allocations']
+    listing = _one(f'*-{name}-*[0-9]-packed-bundles-post-ra.txt')
     yield KernelReport(
       name=name,
-      bundles=bundles_by_depth(
-        _one(f'*-{name}-*[0-9]-packed-bundles-post-ra.txt')
-      ),
+      bundles=bundles_by_depth(listing),
+      loops=inner_loops(listing),
       slots=slots,
       capacity=capacity,
       vmem_bytes=memory[name]['total_size'],
@@ -248,6 +251,26 @@ def bundles_by_depth(listing: str) -> tuple[int, ...]:
     counts += [0] * (depth + 1 - len(counts))
     counts[depth] += 1
   return tuple(counts)
+
+
+def inner_loops(listing: str) -> tuple[int, ...]:
+  """Counts the bundles of every loop but the outermost, in their order."""
+  # A loop is what a branch backwards spans: depths, by which stalls are not
+  # marked, do not part two loops that follow each other.
+  loops = []
+  for match in re.finditer(
+    r'^\s*(0x[0-9a-f]+|\d+)\s+(?:[A-Z]{2})?\s*:.*?target bundleno = (\d+)',
+    listing,
+    re.M,
+  ):
+    branch, target = int(match[1], 0), int(match[2])
+    if target < branch:
+      loops.append((target, branch + 1))
+  return tuple(
+    stop - start
+    for start, stop in sorted(loops)
+    if any(a < start and stop < b for a, b in loops)
+  )
 
 
 def _slots(listing):

@@ -66,6 +66,21 @@ def test_the_reader_counts_what_a_listing_holds():
   assert tpu_compiler.bundles_by_depth(listing) == (2, 2, 1)
 
 
+def test_loops_are_what_branches_backwards_span():
+  listing = (
+    '    0   :  { %a }\n'
+    '  0x1 LB: > { %b }\n'
+    '  0x2 LB: >> { %c }\n'
+    '  0x3   :  {}\n'
+    '  0x4   : >> { %9 = sbr.rel (!%p1) target bundleno = 2 (0x2) }\n'
+    '  0x5 LB: >> { %d }\n'
+    '  0x6   : >> { %8 = sbr.rel (%p2) target bundleno = 5 (0x5) }\n'
+    '  0x7   : > { %7 = sbr.rel (%p3) target bundleno = 9 (0x9) }\n'
+    '  0x8   : > { %6 = sbr.rel (!%p4) target bundleno = 1 (0x1) }\n'
+  )
+  assert tpu_compiler.inner_loops(listing) == (3, 2)
+
+
 def test_large_copies_are_found():
   hlo = (
     '%fused (p: u8[1048576]) -> u8[1048576] {\n'

@@ -294,6 +294,30 @@ class AttentionTest(parameterized.TestCase):
       k_codec=k_codec, v_codec=v_codec, depth=depth, tokens=(256,), capacity=256
     )
 
+  @parameterized.parameters(
+    {'dim': 128, 'key_dtype': jnp.bfloat16, 'residual': (640, 0)},
+    {'dim': 64, 'k_codec': TOKEN, 'v_codec': TOKEN, 'soft_cap': 5.0},
+    {'dim': 64, 'key_dtype': jnp.bfloat16, 'k_codec': TOKEN},
+    {'dim': 128, 'k_size': 10, 'q_size': 6.0},
+  )
+  def test_many_rows(self, *, key_dtype=jnp.int8, k_size=0, **case):
+    """Two heads, two blocks, and slots that end within one."""
+    blocks = split_attention_tpu.BlockSizes(tokens=1024, key_dtype=key_dtype)
+    if case.get('soft_cap'):
+      case['first'] = np.array([[0, 300, 1300]] * 2).repeat(3, 1)
+    k = random((2, 2048, 2, case['dim'])) + jnp.bfloat16(k_size)
+    self.check(
+      **case,
+      heads=4,
+      kv_heads=2,
+      rows=9,
+      k=k,
+      tokens=(1280, 384),
+      capacity=2048,
+      blocks=blocks,
+      budget=BUDGET_MANY,
+    )
+
   @parameterized.parameters(((0, 0),), ((0, 2048),), ((128, 1152),))
   def test_ragged_slots_and_blocks(self, tokens):
     if any(tokens):

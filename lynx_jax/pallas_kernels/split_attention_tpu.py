@@ -11,27 +11,18 @@ How the work is laid out:
 * The MXU multiplies int8. A query row, and a row of softmax weights, goes in as
   two int8 digits (`tiles.digits`): 16-bit operands, and up to 16 rows cost the
   MXU no more than one.
-* A *tile* is what one vector register of scores holds: two groups where there
-  are at most 4 query rows (or head dim is 64), one group otherwise; see
-  `Tile`. Every row of every tile has its own maximum, so that weights far
-  below a slot's maximum (all but an attention sink's) keep their 16 bits.
-* Many rows (a verification of 16 tokens x 4 heads is 64) are bound by issue,
-  not by bytes: on v5e at head dim 128 a group of a head takes 112 bundles, 69
-  would hide behind its bytes. Its 315 vector operations alone fill 79 bundles
-  of four slots, its 25 lane reductions 67; the three MXU products take a
-  quarter of their slots. Sums by way of the MXU instead of lane reductions
-  (169 bundles), of the keys' bias too (396), int8 operands for V (126) and
-  other runs, lags and head counts were no better: the MXU's results come in
-  order, and every tile waits for them. Compiled, not measured.
+* A *tile* is the scores of one group, or of two where there are at most 4 query
+  rows (which fills a vector register) or head dim is 64; see `Tile`.
 * The grid runs over the (slot, block of tokens) pairs that hold tokens: ragged
-  slots waste nothing. A block takes all its KV heads at once, in two phases:
-  scores and weights of every tile, then their sums over V. The next block's
-  bytes are on their way meanwhile.
+  slots waste nothing. A block takes all its KV heads at once; the next block's
+  bytes are on their way meanwhile. `few_rows_tpu` and `many_rows_tpu` say what
+  is done with a block: up to 8 query rows are bound by bytes, more by issue.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,15 +35,21 @@ from jax.experimental.pallas import tpu as pltpu
 from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import Axis, Rotation, TensorCodec
-from lynx_jax.pallas_kernels import tiles, words
+from lynx_jax.pallas_kernels import few_rows_tpu, many_rows_tpu, words
+from lynx_jax.pallas_kernels.attention_block_tpu import (
+  MASKED,
+  Block,
+  Packed,
+  Side,
+  Softmax,
+  Tables,
+)
 from lynx_jax.pallas_kernels.dispatch import Unsupported
 from lynx_jax.pallas_kernels.split_attention import gather_groups, page_numbers
-from lynx_jax.pallas_kernels.tiles import GROUP, LANES, LIMIT, Tile
+from lynx_jax.pallas_kernels.tiles import GROUP, LANES, Tile
 
 # Most query rows a KV head: what compiles within every generation's VMEM.
 MOST_ROWS = 128
-# Stands for -inf: exp2 of a difference of two of them is 1, not NaN.
-_MASKED = -1e30
 # The compiler's default, 16 MiB on some generations, is a quarter of the least
 # there is.
 _VMEM_LIMIT_BYTES = 48 << 20
@@ -67,16 +64,14 @@ class BlockSizes:
     heads: KV heads; fewer where a cache has fewer.
     tiles_per_dot: tiles (see `Tile`) that share an MXU product; 2 fills the
       256 columns of v6e and tpu7x at head dim 64.
-    run: groups that are scored together, then summed; a multiple of the
-      tile's groups. None is a step's all.
-    lag: runs scored before the first is summed; None is a step's all.
+    key_dtype: what keys are multiplied as where rows are many: int8, or
+      bfloat16 for an MXU that is 256 deep.
   """
 
   tokens: int = 4096
   heads: int = 8
   tiles_per_dot: int = 1
-  run: int | None = None
-  lag: int | None = None
+  key_dtype: Any = jnp.int8
 
   @classmethod
   def default(
@@ -85,11 +80,7 @@ class BlockSizes:
     """Returns what was best by compiled costs (`experiments.kernel_costs`)."""
     wide = any(name in device_kind for name in ('v6', '7'))  # 256 x 256 MXU
     if query_rows > 8:
-      # Tiles are many registers each: few at a time, or they spill.
-      run = 8
-      if not wide and query_rows > 32:
-        run = {64: 2, 128: 4 if query_rows <= 48 else 3}.get(head_dim, 4)
-      return cls(heads=1, run=run, lag=1)
+      return cls(key_dtype=jnp.bfloat16 if wide else jnp.int8)
     return cls(tiles_per_dot=2 if wide and head_dim < LANES else 1)
 
   def __post_init__(self):
@@ -97,14 +88,6 @@ class BlockSizes:
       raise ValueError(f'tokens={self.tokens} must be a multiple of 1024')
     if self.heads <= 0:
       raise ValueError(f'heads={self.heads} must be positive')
-
-
-class _Packed(NamedTuple):
-  """Planes, scale and offset: HBM refs, or VMEM buffers of two blocks."""
-
-  planes: tuple[Any, ...]
-  scale: Any
-  offset: Any
 
 
 def split_attention_tpu(
@@ -154,8 +137,6 @@ def split_attention_tpu(
     words.check_planes(name, read, head_dim, packed.group)
   tile = Tile.of(rows * per_head, head_dim)
   step_groups = words.groups_per_step(k.groups, blocks.tokens // GROUP)
-  if blocks.run is not None and blocks.run % tile.pack:
-    raise ValueError(f'run={blocks.run} must be a multiple of {tile.pack}')
   # An odd number is one step, whose last tile has a group that is never held.
   buffer_groups = -(-step_groups // tile.pack) * tile.pack
   step_heads = max(n for n in range(1, blocks.heads + 1) if kv_heads % n == 0)
@@ -182,7 +163,7 @@ def split_attention_tpu(
     prefix_tokens, step_tokens, k.groups // step_groups, first
   )
   operands = tuple(
-    _Packed(tuple(p for p in x.planes if p is not None), x.scale, x.offset)
+    Packed(tuple(p for p in x.planes if p is not None), x.scale, x.offset)
     for x in (k, v)
   )
   layer = jnp.asarray(layer, jnp.int32).reshape(1)
@@ -213,7 +194,7 @@ def split_attention_tpu(
       return pltpu.VMEM((2, step_heads, rows, x.shape[4]), x.dtype)
 
     # A DMA fills whole tiles or whole buffers, so scales have no spare row.
-    return _Packed(
+    return Packed(
       tuple(buffer(plane, buffer_groups) for plane in packed.planes),
       buffer(packed.scale, step_groups),
       buffer(packed.offset, step_groups),
@@ -237,35 +218,32 @@ def split_attention_tpu(
     )
 
   n_copies = len(jax.tree.leaves(operands))
-  n_tiles = buffer_groups // tile.pack
-  state = (step_heads, tile.sublanes, LANES)
-  per_tile = pltpu.VMEM((step_heads, n_tiles, *state[1:]), jnp.float32)
   table = pltpu.VMEM((step_heads, buffer_groups, LANES), jnp.float32)
   channel_rows = buffer_groups * head_dim // tile.width
   channel = pltpu.VMEM((step_heads, channel_rows, tile.width), jnp.float32)
+
+  def tables(codec):
+    return Tables(*[channel if codec.axis is Axis.CHANNEL else table] * 2)
+
+  v_of_channels = v.codec.axis is Axis.CHANNEL
+  stage = pltpu.VMEM((step_heads, 2, buffer_groups, head_dim), jnp.float32)
+  state = pltpu.VMEM((step_heads, tile.sublanes, LANES), jnp.float32)
   scratch = _Scratch(
     k=buffers(operands[0]),
     v=buffers(operands[1]),
     arrived=pltpu.SemaphoreType.DMA((2, n_copies)),
-    k_scale=channel if k.codec.axis is Axis.CHANNEL else table,
-    k_bias=channel if k.codec.axis is Axis.CHANNEL else table,
-    v_scale=channel if v.codec.axis is Axis.CHANNEL else table,
-    v_bias=channel if v.codec.axis is Axis.CHANNEL else table,
-    v_unit=table if v.codec.axis is Axis.TOKEN else None,
-    staging=pltpu.VMEM((step_heads, 4, buffer_groups, head_dim), jnp.float32)
-    if tile.stacked
-    else None,
-    weights=pltpu.VMEM(
-      (step_heads, n_tiles, tile.sublanes, LANES), jnp.bfloat16
-    )
+    tables=(tables(k.codec), tables(v.codec)),
+    staging=(stage, stage) if tile.stacked else (None, None),
+    rows=many_rows_tpu.scratch_shapes(tile, step_heads, buffer_groups)
     if tile.many
-    else pltpu.VMEM((step_heads, n_tiles, 2 * tile.sublanes, LANES), jnp.int8),
-    tops=per_tile,
-    masses=per_tile,
-    shifts=per_tile if v.codec.axis is Axis.TOKEN else None,
-    top=pltpu.VMEM(state, jnp.float32),
-    mass=pltpu.VMEM(state, jnp.float32),
-    out=pltpu.VMEM((step_heads, tile.sublanes, tile.width), jnp.float32),
+    else few_rows_tpu.scratch_shapes(
+      tile, step_heads, buffer_groups, v_of_channels=v_of_channels
+    ),
+    softmax=Softmax(
+      state,
+      state,
+      pltpu.VMEM((step_heads, tile.sublanes, tile.width), jnp.float32),
+    ),
   )
   hbm = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), operands)
   call = pl.pallas_call(
@@ -274,7 +252,11 @@ def split_attention_tpu(
       tile=tile,
       codecs=(k.codec, v.codec),
       groups=buffer_groups,
-      blocks=blocks,
+      attend=functools.partial(many_rows_tpu.attend, key_dtype=blocks.key_dtype)
+      if tile.many
+      else functools.partial(
+        few_rows_tpu.attend, tiles_per_dot=blocks.tiles_per_dot
+      ),
       sinks=sinks,
       mixed=mixed,
       soft_cap=None if soft_cap is None else soft_cap * math.log2(math.e),
@@ -375,28 +357,18 @@ class _Scratch(NamedTuple):
   Attributes:
     k, v: two blocks each, one being read and one arriving.
     arrived: DMA semaphores, per buffer and operand.
-    k_scale, k_bias, v_scale, v_bias: value = bias + scale * code byte.
-    v_unit: undoes the scaling of weights (Axis.TOKEN).
-    weights, tops, masses: of every tile, from the scores to the sums.
-    top, mass, out: the softmax so far: maximum, sum of weights, sum of V.
+    tables, staging: of k and v; see `Side`.
+    rows: of `few_rows_tpu` or `many_rows_tpu`.
+    softmax: of the slot so far.
   """
 
-  k: Any
-  v: Any
+  k: Packed
+  v: Packed
   arrived: Any
-  k_scale: Any
-  k_bias: Any
-  v_scale: Any
-  v_bias: Any
-  v_unit: Any
-  staging: Any
-  weights: Any
-  tops: Any
-  masses: Any
-  shifts: Any
-  top: Any
-  mass: Any
-  out: Any
+  tables: tuple[Tables, Tables]
+  staging: tuple[Any, Any]
+  rows: Any
+  softmax: Softmax
 
 
 def _kernel(
@@ -412,12 +384,12 @@ def _kernel(
   tile: Tile,
   codecs: tuple[TensorCodec, TensorCodec],
   groups: int,
-  blocks: BlockSizes,
+  attend: Callable[..., None],
   sinks: int,
   mixed: bool,
   soft_cap: float | None,
 ):
-  heads = q_ref.shape[0]
+  heads, softmax = q_ref.shape[0], scratch.softmax
   step, steps = pl.program_id(1), pl.num_programs(1)
   slot, block = scalars.slots[step], scalars.blocks[step]
   buffer = step & 1
@@ -444,19 +416,30 @@ def _kernel(
 
   @pl.when((step == 0) | (scalars.slots[jnp.maximum(step - 1, 0)] != slot))
   def _():
-    scratch.top[...] = jnp.full_like(scratch.top, _MASKED)
-    scratch.mass[...] = jnp.zeros_like(scratch.mass)
-    scratch.out[...] = jnp.zeros_like(scratch.out)
+    softmax.top[...] = jnp.full_like(softmax.top, MASKED)
+    softmax.mass[...] = jnp.zeros_like(softmax.mass)
+    softmax.out[...] = jnp.zeros_like(softmax.out)
 
   copies(step, start=False)
-  k, v = (
-    _Packed(
-      tuple(p.at[buffer] for p in x.planes),
-      x.scale.at[buffer],
-      x.offset.at[buffer],
+  sides = [
+    Side(
+      packed=Packed(
+        tuple(p.at[buffer] for p in x.planes),
+        x.scale.at[buffer],
+        x.offset.at[buffer],
+      ),
+      codec=codec,
+      tables=tables,
+      staging=staging,
     )
-    for x in (scratch.k, scratch.v)
-  )
+    for x, codec, tables, staging in zip(
+      (scratch.k, scratch.v),
+      codecs,
+      scratch.tables,
+      scratch.staging,
+      strict=True,
+    )
+  ]
   full = None
   if mixed:
     full = scalars.residual_tokens[slot] - block * (groups * GROUP)
@@ -466,50 +449,30 @@ def _kernel(
   if not isinstance(first_ref, tuple):
     first = first_ref[...] - block * (groups * GROUP)
 
-  queries = [
-    _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full)
-    for h in range(heads)
-  ]
-  together = blocks.tiles_per_dot * tile.pack
-  run = min(blocks.run or groups, groups)
-  runs = [
-    (h, range(g, min(g + run, groups)))
-    for h in range(heads)
-    for g in range(0, groups, run)
-  ]
-
-  def weigh(h, run):
-    for g in run[::together]:
-      _weigh(
-        h,
-        range(g, min(g + together, run.stop), tile.pack),
-        queries[h],
-        k,
-        scratch,
-        tile=tile,
-        codec=codecs[0],
-        v_axis=codecs[1].axis,
-        held=held,
-        full=full,
-        sinks=jnp.where(block == 0, sinks, 0) if sinks and g == 0 else None,
-        first=first,
-        soft_cap=soft_cap,
-      )
-
-  lag = len(runs) if blocks.lag is None else blocks.lag
-  for n in range(len(runs) + lag):
-    if n < len(runs):
-      weigh(*runs[n])
-    if 0 <= n - lag < len(runs):
-      _accumulate(*runs[n - lag], v, scratch, tile, codecs[1], full, together)
+  attend(
+    Block(
+      tile=tile,
+      groups=groups,
+      held=held,
+      full=full,
+      sinks=jnp.where(block == 0, sinks, 0) if sinks else None,
+      first=first,
+      soft_cap=soft_cap,
+      k=sides[0],
+      v=sides[1],
+    ),
+    q_ref,
+    softmax,
+    scratch.rows,
+  )
 
   @pl.when(tokens <= groups * GROUP)
   def _():
     for h in range(heads):
       top, mass, out = tile.merge(
-        scratch.top[h], scratch.mass[h], scratch.out[h]
+        softmax.top[h], softmax.mass[h], softmax.out[h]
       )
-      some = top > _MASKED / 2
+      some = top > MASKED / 2
       share = jnp.where(some, 1.0 / mass, 0.0)
       out_ref[h] = out * share[:, :1]
       lse = (top + jnp.log2(mass)) * math.log(2)
@@ -519,7 +482,7 @@ def _kernel(
 def _copies(scalars, hbm, scratch, first_head, step, *, start, groups, mixed):
   """Starts the copies of a step's block into its buffer, or waits for them."""
   slot, block, buffer = scalars.slots[step], scalars.blocks[step], step & 1
-  heads = pl.ds(first_head, scratch.top.shape[0])
+  heads = pl.ds(first_head, scratch.softmax.top.shape[0])
 
   def copy(source, target, n, is_plane):
     rows = target.shape[2] // groups
@@ -564,172 +527,3 @@ def _copies(scalars, hbm, scratch, first_head, step, *, start, groups, mixed):
     copy(source.scale, target.scale, n, False)
     copy(source.offset, target.offset, n + 1, False)
     n += 2
-
-
-def _prepare(h, q_ref, k, v, scratch, tile, codecs, held, full):
-  """Fills the tables of one head; returns q as (plain, for digits, unit)."""
-
-  def table(packed, codec, staging):
-    size = packed.scale.shape[1:]
-    group = lax.broadcasted_iota(jnp.int32, size, 0)
-    scale = jnp.where(group < held, packed.scale[h].astype(jnp.float32), 0.0)
-    offset = jnp.where(group < held, packed.offset[h].astype(jnp.float32), 0.0)
-    depth = len(packed.planes)
-    middle = _middle(codec, depth)
-    if full is not None:
-      middle = jnp.where(group < full, middle, _middle(codec, 1))
-    # The code byte is the code moved to the top of 8 bits.
-    tables: tuple[jax.Array, ...] = (
-      scale * 2.0 ** (codec.bits - 8),
-      offset + scale * middle,
-    )
-    if size[0] % tile.pack:
-      spare = jnp.zeros((1, size[1]), jnp.float32)
-      tables = tuple(jnp.concatenate([x, spare], 0) for x in tables)
-    if codec.axis is Axis.CHANNEL:
-      tables = tuple(map(tile.channel_rows, tables, staging))
-    return tables
-
-  q = q_ref[h]
-  staging = [None] * 4
-  if tile.stacked:
-    staging = [scratch.staging.at[h, n] for n in range(4)]
-  scale, scratch.k_bias[h] = table(k, codecs[0], staging[:2])
-  scratch.k_scale[h] = scale
-  size = jnp.abs(q)
-  if codecs[0].axis is Axis.CHANNEL:
-    largest = jnp.max(scale, axis=0, keepdims=True)
-    size = size * largest
-  size = jnp.max(size, axis=1, keepdims=True)
-  size = jnp.maximum(size, np.float32(1e-30))
-
-  scale, scratch.v_bias[h] = table(v, codecs[1], staging[2:])
-  if codecs[1].axis is Axis.CHANNEL:
-    scratch.v_scale[h] = scale if tile.many else scale * (1 / LIMIT)
-  else:
-    largest = jnp.max(scale, axis=1, keepdims=True)
-    largest = jnp.maximum(largest, np.float32(1e-30))
-    scratch.v_scale[h] = scale * (LIMIT / largest)
-    scratch.v_unit[h] = jnp.broadcast_to(largest * (1 / LIMIT), scale.shape)
-  return q, q * (LIMIT / size), size * (1 / LIMIT)
-
-
-def _weigh(
-  h,
-  gs,
-  query,
-  k,
-  scratch,
-  *,
-  tile,
-  codec,
-  v_axis,
-  held,
-  full,
-  sinks,
-  first,
-  soft_cap,
-):
-  """Scores tiles and stores their weights, these' maxima and sums."""
-  q, fine, unit = query
-  size = (tile.sublanes, GROUP)
-  digits, codes = [], []
-  for g in gs:
-    scaled = fine
-    if codec.axis is Axis.CHANNEL:
-      scaled = fine * tile.channels(scratch.k_scale, h, g)
-    digits.append(tiles.digits(scaled))
-    code = _codes(h, g, k.planes, codec, tile, full)
-    codes.append(jnp.concatenate(code, 0 if tile.stacked else 1))
-  for g, dot in zip(gs, tiles.products(digits, codes, 1), strict=True):
-    score = tiles.join(dot, tile, GROUP)
-    if codec.axis is Axis.CHANNEL:
-      bias = q * tile.channels(scratch.k_bias, h, g)
-      score = score * unit + jnp.sum(bias, 1, keepdims=True)
-    else:
-      score = score * (unit * tile.tokens(scratch.k_scale, h, g))
-      bias = tile.tokens(scratch.k_bias, h, g)
-      score += jnp.sum(q, 1, keepdims=True) * bias
-    if soft_cap is not None:
-      score = soft_cap * jnp.tanh(score * (1 / soft_cap))
-    group = tile.per_group([g + i for i in range(tile.pack)])
-    score = jnp.where(group < held, score, _MASKED)
-    lane = lax.broadcasted_iota(jnp.int32, size, 1)
-    if first is not None:
-      score = jnp.where(group * GROUP + lane < first, _MASKED, score)
-    if sinks is not None and g == 0:
-      score = jnp.where((lane < sinks) & (group == 0), _MASKED, score)
-    top = jnp.max(score, 1, keepdims=True)
-    weight = jnp.exp2(score - top)
-    n = g // tile.pack
-    if v_axis is Axis.CHANNEL:
-      scratch.weights[h, n] = _operand(
-        weight if tile.many else weight * LIMIT, tile
-      )
-    else:
-      fine_weight = weight * tile.tokens(scratch.v_scale, h, g)
-      scratch.weights[h, n] = _operand(fine_weight, tile)
-      shift = weight * tile.tokens(scratch.v_bias, h, g)
-      shift = jnp.sum(shift, 1, keepdims=True)
-      scratch.shifts[h, n] = jnp.broadcast_to(shift, size)
-    mass = jnp.sum(weight, 1, keepdims=True)
-    scratch.tops[h, n] = jnp.broadcast_to(top, size)
-    scratch.masses[h, n] = jnp.broadcast_to(mass, size)
-
-
-def _accumulate(h, run, v, scratch, tile, codec, full, together):
-  """Adds a run of one head's tiles to its softmax."""
-  tops = {g: scratch.tops[h, g // tile.pack] for g in run[:: tile.pack]}
-  before = scratch.top[h]
-  top = functools.reduce(jnp.maximum, tops.values(), before)
-  rest = jnp.exp2(before - top)
-  mass, out = scratch.mass[h] * rest, scratch.out[h] * tile.spread(rest)
-  for g in run[::together]:
-    gs = range(g, min(g + together, run.stop), tile.pack)
-    weights = [scratch.weights[h, g // tile.pack] for g in gs]
-    codes = [
-      jnp.concatenate(_codes(h, g, v.planes, codec, tile, full), 0) for g in gs
-    ]
-    if tile.many:
-      codes = [code.astype(jnp.bfloat16) for code in codes]
-    for g, dot in zip(gs, tiles.products(weights, codes, 0), strict=True):
-      n = g // tile.pack
-      tile_mass = scratch.masses[h, n]
-      value = tiles.join(dot, tile, tile.head_dim)
-      if codec.axis is Axis.CHANNEL:
-        value = value * tile.channels(scratch.v_scale, h, g)
-        value += tile.spread(tile_mass) * tile.channels(scratch.v_bias, h, g)
-      else:
-        value = value * tile.spread(tile.tokens(scratch.v_unit, h, g))
-        value += tile.spread(scratch.shifts[h, n])
-      share = jnp.exp2(tops[g] - top)
-      mass += tile_mass * share
-      out += value * tile.spread(share)
-  scratch.top[h], scratch.mass[h], scratch.out[h] = top, mass, out
-
-
-def _middle(codec, depth):
-  """Returns u where the code byte is 0: the midpoint of what is unread."""
-  below = codec.bits - sum(codec.planes[:depth])
-  return 2.0 ** (codec.bits - 1) + (2.0**below - 1) / 2
-
-
-def _operand(weight, tile):
-  """Returns weights as the MXU takes them."""
-  return weight.astype(jnp.bfloat16) if tile.many else tiles.digits(weight)
-
-
-def _codes(h, g, planes, codec, tile, full):
-  """Returns the int8 code bytes [H, Q] of every group of a tile."""
-  return [_code(h, g + i, planes, codec, tile, full) for i in range(tile.pack)]
-
-
-def _code(h, g, planes, codec, tile, full):
-  plane_words = []
-  for ref, width in zip(planes, codec.planes, strict=False):
-    rows = codec_lib.rows_per_group(width, tile.head_dim)
-    bytes_ = ref[h, pl.ds(g * rows, rows), :]
-    plane_words.append(pltpu.bitcast(bytes_, jnp.int32))
-  only_first = None if full is None else g >= full
-  code = words.code_bytes(plane_words, codec.planes, only_first)
-  return pltpu.bitcast(code, jnp.int8)
