@@ -55,7 +55,11 @@ def run(
     for file, tokens in settings.prompts
   }
   connect = functools.partial(
-    serving.connect, model, remote=remote, emulated=settings.link.emulated
+    serving.connect,
+    model,
+    remote=remote,
+    emulated=settings.link.emulated,
+    jitter_ms=settings.link.jitter_ms,
   )
   plan = _plan(settings, model, texts, screen, connect)
   study = _Study(settings, model, texts, plan, writer, screen, connect)

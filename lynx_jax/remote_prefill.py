@@ -7,7 +7,6 @@ It knows no slot and no decode. Whatever goes wrong ends within the times of
 
 import collections
 import dataclasses
-import enum
 import functools
 import math
 import threading
@@ -21,7 +20,8 @@ from absl import logging
 
 from lynx_jax import handshake, prefill
 from lynx_jax import wire as wire_lib
-from lynx_jax.config import ConfigError, require
+from lynx_jax.config import ConfigError
+from lynx_jax.patience import Patience, Policy
 from lynx_jax.prefill_server import PROBE
 from lynx_jax.programs import fetch
 from lynx_jax.requests import Mode
@@ -42,6 +42,7 @@ from lynx_jax.transport.streams import (
 _TICK_S = 0.02  # longest time in which nobody looks after stalls and leases
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 1.0
 _PROBE_S = 5.0  # limit of the pull that tries out a transfer server
+_CREDITS = 16  # messages in which a window is given back
 _CLOCK_BEATS = 4  # at the start of a session
 _NOBODY = -(2**31)  # request id of chunks that are fetched to be thrown away
 
@@ -52,41 +53,6 @@ class TransferStalled(TransferError):
 
 class PrefillError(TransferError):
   """The prefill side could not compute a prompt; it names the reason."""
-
-
-class Policy(enum.Enum):
-  """What becomes of a request whose Residual does not come."""
-
-  WAIT = 'wait'  # for ever
-  RECOMPUTE = 'recompute'  # prefill it again, and fetch what is missing
-  FAIL = 'fail'  # end it with TransferStalled
-  ANCHOR_OK = 'anchor_ok'  # go on without; the result is marked unverified
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Patience:
-  """How long to wait for what, and what then.
-
-  Attributes:
-    handshake_s: for the answer to a connection.
-    reconnect_s: for a lost sender to come back; then its requests fail.
-    stall_s: least time without any progress that counts as a stall; it is
-      raised to four times what the outstanding bytes take.
-    retries: tries to mend the same thing before the next stronger means.
-    residual: when nothing else helps and the Anchor is there. A missing Anchor
-      is always recomputed.
-  """
-
-  handshake_s: float = 5.0
-  reconnect_s: float = 10.0
-  stall_s: float = 1.0
-  retries: int = 3
-  residual: Policy = Policy.RECOMPUTE
-
-  def __post_init__(self):
-    for name in ('handshake_s', 'reconnect_s', 'stall_s', 'retries'):
-      value = getattr(self, name)
-      require(value > 0, f'patience {name}={value} must be positive')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +125,7 @@ class RemotePrefill:
     if window_bytes is None:
       window_bytes = max(4 * 2**20, 16 * wire.engine.chunk_bytes)
     self._window_bytes, self._faults = window_bytes, faults
+    self._specs = wire_lib.ChunkSpecs(wire, sharding)
     self._lock = threading.RLock()  # guards everything below
     self._requests: dict[int, _Request] = {}
     self._records: collections.deque[Record] = collections.deque()
@@ -179,6 +146,7 @@ class RemotePrefill:
     self._transport = Receiver(
       self._specs,
       wire.engine.chunk_bytes,
+      credit_bytes=window_bytes // _CREDITS,
       pace=pace,
       landed=self._on_landed,
       damaged=self._on_damaged,
@@ -207,8 +175,10 @@ class RemotePrefill:
     self._warm.clear()
     self._send(messages.WarmUp())
     for part in self._wire.slice_kinds():
-      arrays = self._zeros(wire_lib.specs(self._wire, part, self._sharding))
-      jax.block_until_ready(digest.digest(arrays))
+      specs = self._specs.of(part)
+      words = self._zeros(digest.packed(specs))
+      arrays, sums = digest.unpack(words, specs)
+      jax.block_until_ready(sums)
       yield part, arrays
     while not self._warm.wait(_TICK_S):
       if self._lost is not None:
@@ -320,11 +290,6 @@ class RemotePrefill:
     self._hang_up()
     self._thread.join()
     self._transport.close()
-
-  def _specs(self, chunk: Chunk) -> tuple[Any, ...]:
-    return tuple(
-      wire_lib.specs(self._wire, part, self._sharding) for part in chunk.slices
-    )
 
   def _zeros(self, specs: Any) -> Any:
     return jax.tree.map(
@@ -592,7 +557,7 @@ class RemotePrefill:
     with self._lock:
       entries = [e for e in self._requests.values() if e.done]
       for entry in entries:
-        if not entry.released and not self._transport.missing(entry.id):
+        if not entry.released and self._transport.complete(entry.id):
           self._release(entry)
       drained = all(e.released or e.refused for e in self._requests.values())
     if self._draining and drained:
@@ -604,7 +569,9 @@ class RemotePrefill:
       self._mend(TransferStalled(f'no bytes for {limit_s:.3g} s'))
     elif self._transport.starved_s() > limit_s:
       starved = [
-        e for e in entries if not e.failed and self._transport.missing(e.id)
+        e
+        for e in entries
+        if not e.failed and not self._transport.complete(e.id)
       ]
       if starved and self._mended < self._patience.retries:
         self._mend(TransferStalled(f'nothing published for {limit_s:.3g} s'))

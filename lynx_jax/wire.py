@@ -34,6 +34,7 @@ from lynx_jax.programs import program
 from lynx_jax.shapes import Array, Int32
 from lynx_jax.transport.streams import (
   TAIL_BLOCK,
+  Chunk,
   Segment,
   Slice,
   WireFormat,
@@ -123,6 +124,27 @@ def specs(wire: WireFormat, part: Slice, sharding: Any) -> Any:
     )
 
   return tuple(map(one, buffers, rows))
+
+
+class ChunkSpecs:
+  """What the payloads of chunks look like on one placement.
+
+  Slices of one kind and size look alike, so each is worked out once.
+  """
+
+  def __init__(self, wire: WireFormat, sharding: Any):
+    self._wire, self._sharding = wire, sharding
+    self._known: dict[tuple[Any, ...], Any] = {}
+
+  def __call__(self, chunk: Chunk) -> tuple[Any, ...]:
+    return tuple(map(self.of, chunk.slices))
+
+  def of(self, part: Slice) -> Any:
+    """Returns the specs of one slice; see `specs`."""
+    key = part.segment, part.plane, part.layer_group, len(part.layers)
+    if key not in self._known:
+      self._known[key] = specs(self._wire, part, self._sharding)
+    return self._known[key]
 
 
 @functools.cache

@@ -82,3 +82,29 @@ def test_it_is_what_the_docstring_says():
   place = np.arange(50, dtype=np.uint64)
   linear = int(((2 * place + 1) * words).sum()) % 2**32
   assert np.frombuffer(_sums(_bfloat16(BASE[:100])), '<u4')[0] == linear
+
+
+def test_packed_arrays_come_out_again():
+  arrays = (
+    jnp.arange(7, dtype=jnp.uint8).reshape(7, 1),
+    None,
+    _bfloat16(BASE[:15].reshape(3, 5)),
+    jnp.arange(4, dtype=jnp.float32),
+  )
+  specs = [
+    x
+    if x is None
+    else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    for x in arrays
+  ]
+  words, sums = digest.pack(arrays)
+  spec = digest.packed(specs)
+  assert (words.shape, words.dtype) == (spec.shape, spec.dtype)
+  unpacked, again = digest.unpack(words, specs)
+  assert digest.texts([[sums], [again]]) == [_sums(*arrays)] * 2
+  for one, other in zip(arrays, unpacked, strict=True):
+    if one is None:
+      assert other is None
+    else:
+      assert one.dtype == other.dtype
+      np.testing.assert_array_equal(one, other)

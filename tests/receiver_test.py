@@ -5,6 +5,7 @@ import dataclasses
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -32,7 +33,13 @@ WIRE = WireFormat(
   ),
 )
 PAYLOAD = ((jnp.arange(8, dtype=jnp.uint8),),)
-(DIGESTS,) = digest.texts([[digest.digest(part) for part in PAYLOAD]])
+SPECS = tuple(
+  tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in p)
+  for p in PAYLOAD
+)
+PACKED = [digest.pack(part) for part in PAYLOAD]
+WORDS = tuple(words for words, _ in PACKED)
+(DIGESTS,) = digest.texts([[sums for _, sums in PACKED]])
 WAIT_S = 10.0
 
 
@@ -44,7 +51,7 @@ class _Pull:
     return self.done.is_set()
 
   def take(self):
-    return PAYLOAD
+    return WORDS
 
 
 class _Link:
@@ -77,7 +84,7 @@ class _Bench:
   def __init__(self, pace: Pace | None = None):
     self.link, self.freed, self.damaged = _Link(), [], []
     self.receiver = Receiver(
-      lambda chunk: None,
+      lambda chunk: SPECS,
       CHUNK_BYTES,
       pace=pace,
       landed=self.freed.extend,

@@ -22,14 +22,11 @@ from flax import nnx
 from lynx_jax import handshake
 from lynx_jax.config import ConfigError, TensorCodec
 from lynx_jax.engine import Engine, Mode, Request, Result, State
-from lynx_jax.remote_prefill import (
-  Patience,
-  Policy,
-  RemotePrefill,
-  TransferStalled,
-)
+from lynx_jax.patience import Patience, Policy
+from lynx_jax.remote_prefill import RemotePrefill, TransferStalled
 from lynx_jax.transport import control, messages, pull
-from lynx_jax.transport.faults import Fault, Faults
+from lynx_jax.transport.fault_plan import Fault, FaultPlan
+from lynx_jax.transport.faults import Faults
 from lynx_jax.transport.receiver import CorruptChunk, Pace
 from lynx_jax.transport.streams import WireFormat
 from tests import engines, transfers
@@ -230,7 +227,7 @@ def test_random_faults_end_in_the_reference(
   """Twelve schedules of up to six faults each, on both links by turns."""
   rng = np.random.default_rng(seed)
   chances = {fault: float(rng.uniform(0.02, 0.15)) for fault in Fault}
-  faults = Faults(seed, chances, most=6)
+  faults = Faults(FaultPlan(seed=seed, chances=chances, most=6))
   link = server if seed % 2 else None
   with _engine(child, fingerprint, decode_model, link, faults=faults) as engine:
     _check(_finish(engine, _submit(engine)), references)
@@ -241,7 +238,7 @@ def test_random_faults_end_in_the_reference(
 def test_a_chunk_that_is_always_corrupt_is_a_typed_error(
   child, fingerprint, decode_model, references, server
 ):
-  faults = Faults(0, {Fault.CORRUPT: 1.0}, most=30)
+  faults = Faults(FaultPlan(chances={Fault.CORRUPT: 1.0}, most=30))
   with _engine(
     child, fingerprint, decode_model, server, faults=faults
   ) as engine:

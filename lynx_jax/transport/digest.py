@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A digest of payloads, computed where the bytes lie.
+"""Packs payloads into words and digests them, where the bytes lie.
 
-It knows no chunk and no link. It guards against corruption and against bytes
-in the wrong place, not against an adversary.
+It knows no chunk and no link. A digest guards against corruption and against
+bytes in the wrong place, not against an adversary.
 """
 
+import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +37,33 @@ def digest(arrays: tuple[Array | None, ...]) -> Array:
   return _DIGEST(arrays)
 
 
+def pack(arrays: tuple[Array | None, ...]) -> tuple[Array, Array]:
+  """Returns the bytes of all arrays as words u32[n], and their digest.
+
+  A link moves one large array at a fraction of what many small ones cost: 1 MiB
+  as 18 arrays took 1.4 CPU seconds a GB to send, as 3 of them 0.6.
+  """
+  return _PACK(arrays)
+
+
+def unpack(words: Array, specs: Sequence[Any]) -> tuple[Any, Array]:
+  """Returns the arrays that `pack` made into words, and the words' digest.
+
+  Args:
+    words: u32[n].
+    specs: what has shape and dtype of every array, or None.
+  """
+  key = tuple(s and (s.shape, np.dtype(s.dtype)) for s in specs)
+  return _unpack_program(key)(words)
+
+
+def packed(specs: Sequence[Any]) -> jax.ShapeDtypeStruct:
+  """Returns what the words of such arrays look like."""
+  count = sum(_count(s.shape, s.dtype) for s in specs if s is not None)
+  sharding = next(s.sharding for s in specs if s is not None)
+  return jax.ShapeDtypeStruct((count,), np.uint32, sharding=sharding)
+
+
 def texts(payloads: Sequence[Sequence[Array]]) -> list[bytes]:
   """Returns the digests of every payload as bytes for the wire; one fetch."""
   if not payloads:
@@ -51,12 +81,45 @@ def _digest(arrays):
     if x is None:
       continue
     word = _words(x)
-    place = jnp.arange(word.size, dtype=jnp.uint32) + np.uint32(start)
-    # One reduction of a pair: two would read the bytes twice.
-    pair = (place * 2 + 1) * word, _mix(word + place * np.uint32(_GOLDEN))
-    total = _add(total, jax.lax.reduce(pair, (np.uint32(0),) * 2, _add, (0,)))
+    total = _add(total, _sums(word, start))
     start += word.size
   return jnp.stack(total)
+
+
+def _pack(arrays):
+  words = jnp.concatenate([_words(x) for x in arrays if x is not None])
+  return words, jnp.stack(_sums(words, 0))
+
+
+@functools.cache
+def _unpack_program(specs: tuple[Any, ...]):
+  """Compiles: cuts words at the arrays' ends."""
+
+  def run(words):
+    arrays: list[Array | None] = []
+    start = 0
+    for spec in specs:
+      if spec is None:
+        arrays.append(None)
+        continue
+      count = _count(*spec)
+      part = jax.lax.slice(words, (start,), (start + count,))
+      arrays.append(_array(part, *spec))
+      start += count
+    return tuple(arrays), jnp.stack(_sums(words, 0))
+
+  return program(run, name='unpack')
+
+
+def _count(shape: Sequence[int], dtype: Any) -> int:
+  return -(-math.prod(shape) * np.dtype(dtype).itemsize // 4)
+
+
+def _sums(word, start):
+  place = jnp.arange(word.size, dtype=jnp.uint32) + np.uint32(start)
+  # One reduction of a pair: two would read the bytes twice.
+  pair = (place * 2 + 1) * word, _mix(word + place * np.uint32(_GOLDEN))
+  return jax.lax.reduce(pair, (np.uint32(0),) * 2, _add, (0,))
 
 
 def _add(one, other):
@@ -71,6 +134,11 @@ def _words(x):
   return jax.lax.bitcast_convert_type(flat, jnp.uint32)
 
 
+def _array(words, shape, dtype):
+  flat = jax.lax.bitcast_convert_type(words, dtype).reshape(-1)
+  return flat[: math.prod(shape)].reshape(shape)
+
+
 def _mix(x):
   x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
   x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
@@ -78,3 +146,4 @@ def _mix(x):
 
 
 _DIGEST = program(_digest, name='digest')
+_PACK = program(_pack, name='pack')

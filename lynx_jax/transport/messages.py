@@ -17,8 +17,10 @@ import msgpack
 
 from lynx_jax.transport.streams import TransferError
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 4 * 2**20  # a prompt of 128k tokens takes an eighth
+
+MEMORY = 'free memory'  # the `Refused.field` of a budget that is too small
 
 Scalar = int | float | str | bool | None
 

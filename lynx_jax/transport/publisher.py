@@ -35,6 +35,8 @@ class Announcement:
 class Publisher:
   """A thread that cuts chunks and publishes them, in the scheduler's order.
 
+  What is published has one array a slice, of words; see `digest.pack`.
+
   At most `window_bytes` are published and not yet landed, half of them
   Residual, so that an Anchor always finds room. The window is the receiver's
   credit, given ahead of need: it costs no message a chunk, and bounds what the
@@ -181,9 +183,10 @@ class Publisher:
     while chunk is not None:
       payload = self._payload(chunk)
       if payload is not None:
-        digests = [digest.digest(arrays) for arrays in payload]
+        packed = [digest.pack(arrays) for arrays in payload]
+        digests = [sums for _, sums in packed]
         with self._changed:
-          uuid = self._source.publish(payload)
+          uuid = self._source.publish(tuple(words for words, _ in packed))
           self._published[uuid] = chunk
           batch.append((chunk, uuid, self._epoch, digests))
         size += chunk.bytes

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers over real, rate-limited links between two network namespaces.
 
-    python -m experiments.transport_study --workdir=runs/transport
+    python -m experiments.link_study --case=1gbit
 
-Needs root, `ip` and `tc`; about 3 minutes. A veth pair is limited by tbf; there
-is no delay but that of the machine. Both sides are processes of their own and
-move the chunks of an 8B model's manifest: real messages, windows, pulls,
-digests. No model runs: each payload is an array that was made before, so what
-prefill and the cut of slices cost is not in these figures.
+Needs root; see `namespaces`. Both sides are processes of their own and move the
+chunks of an 8B model's manifest: real messages, windows, pulls, digests. No
+model runs: each payload is an array that was made before, so what prefill and
+the cut of slices cost is not in these figures. The case `control` moves no
+payload at all and needs no namespace: it is the control path of a prompt of
+131,072 tokens.
 """
 
 import argparse
@@ -32,13 +33,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import results
+from experiments import namespaces, results
+from experiments.namespaces import ADDRESSES
+from lynx_jax import handshake
 from lynx_jax import wire as wire_lib
 from lynx_jax.config import CodecConfig, EngineConfig, ModelConfig
 from lynx_jax.transport import control, messages, pull
 from lynx_jax.transport.publisher import Announcement, Publisher
 from lynx_jax.transport.receiver import Receiver
-from lynx_jax.transport.streams import Stream, WireFormat
+from lynx_jax.transport.streams import Chunk, Stream, WireFormat
 
 _MODEL = ModelConfig(
   name='8b',
@@ -49,13 +52,12 @@ _MODEL = ModelConfig(
   model_dim=4096,
   ff_dim=14336,
   vocab=128256,
-  context_tokens=131072,
+  context_tokens=2 * 131072,  # a prompt of 128k and its output
 )
 _CODEC = CodecConfig(sinks=0, recent_tokens=0)
-_WINDOW_BYTES = 64 * 2**20
+_CONTROL_GBPS = 100.0
+_CREDITS = 16  # messages in which a window is given back
 _PAIRS = 5
-_SPACES = ('lynx-send', 'lynx-receive')
-_ADDRESSES = ('10.78.0.1', '10.78.0.2')
 _SOCKET_PORT = 7999
 _WAIT_S = 60.0
 
@@ -66,15 +68,26 @@ class Case:
 
   Attributes:
     name: in records.
-    rate_mbit: of the link.
+    rate_mbit: of the link; None is the control path alone, over loopback.
+    rtt_ms: of the link, besides its own.
     chunk_bytes: of a transfer.
+    token_chunk: of prefill, which no chunk crosses.
     tokens: of the long prompt, whose transfer takes seconds.
+    window_bytes: published and not landed.
   """
 
   name: str
-  rate_mbit: int
+  rate_mbit: int | None
+  rtt_ms: float = 0.0
   chunk_bytes: int
+  token_chunk: int = 256
   tokens: int
+  window_bytes: int = 64 * 2**20
+
+  @property
+  def address(self) -> str:
+    """Where the sender serves."""
+    return ADDRESSES[0] if self.rate_mbit else '127.0.0.1'
 
   @property
   def wire(self) -> WireFormat:
@@ -83,7 +96,7 @@ class Case:
       _CODEC,
       EngineConfig(
         prompt_tokens=self.tokens,
-        token_chunk=256,
+        token_chunk=self.token_chunk,
         layer_groups=8,
         chunk_bytes=self.chunk_bytes,
       ),
@@ -95,6 +108,21 @@ CASES = {
   for case in (
     Case(name='100mbit', rate_mbit=100, chunk_bytes=2**18, tokens=512),
     Case(name='1gbit', rate_mbit=1000, chunk_bytes=2**20, tokens=4096),
+    Case(
+      name='1gbit_rtt20',
+      rate_mbit=1000,
+      rtt_ms=20.0,
+      chunk_bytes=2**20,
+      tokens=4096,
+    ),
+    Case(
+      name='control',
+      rate_mbit=None,
+      chunk_bytes=16 * 2**20,
+      token_chunk=1024,
+      tokens=131072,
+      window_bytes=2**30,  # 86 ms at 100 Gbit/s
+    ),
   )
 }
 _SHORT_TOKENS = 128  # one group: an Anchor of 4.5 MB
@@ -102,34 +130,48 @@ _SHORT_TOKENS = 128  # one group: an Anchor of 4.5 MB
 
 def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--workdir', default='runs/transport')
-  parser.add_argument('--case', choices=CASES, help='of one side')
+  parser.add_argument('--case', choices=CASES, required=True)
   parser.add_argument('--side', choices=['send', 'receive'], help='one side')
   chosen = parser.parse_args(arguments)
+  case = CASES[chosen.case]
   if chosen.side == 'send':
-    send(CASES[chosen.case])
+    send(case)
   elif chosen.side == 'receive':
     port = int(sys.stdin.readline())
-    print(json.dumps(receive(CASES[chosen.case], port)), flush=True)
+    found = receive_nothing if case.rate_mbit is None else receive
+    print(json.dumps(found(case, port)), flush=True)
   else:
-    with results.Writer(chosen.workdir) as writer:
-      for case in CASES.values():
-        for record in measure(case):
-          writer.write(record)
-          print(f'{record["name"]}: {record["value"]:.4g} {record["unit"]}')
+    for record in measure(case):
+      print(f'{record["name"]}: {record["value"]:.4g} {record["unit"]}')
 
 
 def measure(case: Case) -> Iterator[dict[str, Any]]:
   """Runs both sides over a link, and yields summary records."""
   with contextlib.ExitStack() as stack:
-    stack.enter_context(link(case.rate_mbit))
-    sender = stack.enter_context(_side(case, 'send', _SPACES[0]))
-    receiver = stack.enter_context(_side(case, 'receive', _SPACES[1]))
+    if case.rate_mbit is not None:
+      stack.enter_context(namespaces.link(case.rate_mbit, case.rtt_ms))
+    sender = stack.enter_context(_side(case, 'send', namespaces.SPACES[0]))
+    receiver = stack.enter_context(_side(case, 'receive', namespaces.SPACES[1]))
     receiver.stdin.write(sender.stdout.readline())
     receiver.stdin.flush()
     received = json.loads(receiver.stdout.readline())
     sender.stdin.close()  # it may end now
     sent = json.loads(sender.stdout.readline())
+  yield from _summaries(case, received, sent)
+
+
+def _summaries(
+  case: Case, received: dict[str, Any], sent: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+  if case.rate_mbit is None:
+    transfer_s = received['bytes'] * 8e-9 / _CONTROL_GBPS
+    yield results.summary_record(
+      'control_share_8b_128k_100gbit',
+      statistics.median(received['control_s']) / transfer_s,
+      f'of {transfer_s:.3g} s',
+      _PAIRS,
+    )
+    return
   gigabytes = received['bytes'] / 1e9
   figures = {
     f'link_use_{case.name}': (
@@ -181,42 +223,12 @@ def _ratio(ones: Sequence[float], others: Sequence[float]) -> float:
 
 
 @contextlib.contextmanager
-def link(rate_mbit: int) -> Iterator[None]:
-  """Makes two namespaces with a limited link between them, and removes them."""
-
-  def run(*command: str) -> None:
-    subprocess.run(command, check=True)
-
-  burst = max(131072, rate_mbit * 125)
-  try:
-    for space in _SPACES:
-      run('ip', 'netns', 'add', space)
-      run('ip', '-n', space, 'link', 'set', 'lo', 'up')
-    run(
-      *('ip', 'link', 'add', 'veth0', 'netns', _SPACES[0], 'type', 'veth'),
-      *('peer', 'name', 'veth0', 'netns', _SPACES[1]),
-    )
-    for space, address in zip(_SPACES, _ADDRESSES, strict=True):
-      run('ip', '-n', space, 'addr', 'add', f'{address}/24', 'dev', 'veth0')
-      run('ip', '-n', space, 'link', 'set', 'veth0', 'up')
-      run(
-        *('ip', 'netns', 'exec', space, 'tc', 'qdisc', 'add', 'dev', 'veth0'),
-        *('root', 'tbf', 'rate', f'{rate_mbit}mbit', 'burst', str(burst)),
-        *('latency', '20ms'),
-      )
-    yield
-  finally:
-    for space in _SPACES:
-      subprocess.run(['ip', 'netns', 'del', space], check=False)
-
-
-@contextlib.contextmanager
 def _side(case: Case, side: str, space: str) -> Iterator[Any]:
-  command = [sys.executable, '-m', 'experiments.transport_study']
+  command = [sys.executable, '-m', 'experiments.link_study']
   process = subprocess.Popen(
     [
-      *('ip', 'netns', 'exec', space, *command),
-      *(f'--side={side}', f'--case={case.name}'),
+      *([] if case.rate_mbit is None else namespaces.inside(space)),
+      *(*command, f'--side={side}', f'--case={case.name}'),
     ],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
@@ -229,14 +241,13 @@ def _side(case: Case, side: str, space: str) -> Iterator[Any]:
     process.wait()
 
 
-def _payload(wire: WireFormat, chunk) -> tuple[Any, ...]:
-  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+def _payload(specs: wire_lib.ChunkSpecs, chunk: Chunk) -> tuple[Any, ...]:
   return tuple(
     tuple(
       None if spec is None else _array(spec.shape, str(spec.dtype))
-      for spec in wire_lib.specs(wire, part, sharding)
+      for spec in part
     )
-    for part in chunk.slices
+    for part in specs(chunk)
   )
 
 
@@ -256,6 +267,9 @@ def _array(shape: tuple[int, ...], dtype: str) -> jax.Array:
 def send(case: Case) -> None:
   """Publishes whatever is asked for, until standard input ends."""
   wire = case.wire
+  specs = wire_lib.ChunkSpecs(
+    wire, jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  )
   prompts: dict[int, int] = {}
   cpu_s: list[float] = []
 
@@ -275,27 +289,29 @@ def send(case: Case) -> None:
                 a.chunk.key.sequence,
                 a.uuid,
                 a.chunk.bytes,
-                a.digests,
+                a.digests or bytes(8 * len(a.chunk.slices)),
               )
               for a in group
             ),
           )
         )
 
-    source = pull.PullSource(pull.start_server(_ADDRESSES[0]))
+    source: pull.Source = _NoSource()
+    if case.rate_mbit is not None:
+      source = pull.PullSource(pull.start_server(case.address))
     publisher = Publisher(
       source,
-      lambda chunk: _payload(wire, chunk),
+      lambda chunk: () if case.rate_mbit is None else _payload(specs, chunk),
       announce,
       failed=lambda error: channel.close(),
-      window_bytes=_WINDOW_BYTES,
+      window_bytes=case.window_bytes,
     )
     channel.send(
       messages.Welcome(
         session=secrets.token_hex(8),
         lease_s=_WAIT_S,
-        window_bytes=_WINDOW_BYTES,
-        address=source.address,
+        window_bytes=case.window_bytes,
+        address=getattr(source, 'address', None),
         probe=0,
       )
     )
@@ -304,6 +320,9 @@ def send(case: Case) -> None:
         match message:
           case messages.Submit(request=request, prompt=prompt):
             prompts[request] = len(prompt)
+            assert (
+              handshake.manifest_hash(wire, len(prompt)) == message.manifest
+            )
             now_s = time.monotonic()
             for token_chunk in range(wire.token_chunks(len(prompt))):
               publisher.offer(
@@ -319,19 +338,20 @@ def send(case: Case) -> None:
             publisher.cancel(request)
     publisher.close()
 
-  threading.Thread(target=_drain_sockets, daemon=True).start()
+  if case.rate_mbit is not None:
+    threading.Thread(target=_drain_sockets, daemon=True).start()
   server, port = control.serve(
-    on_peer, lambda *_: iter(()), f'{_ADDRESSES[0]}:0'
+    on_peer, lambda *_: iter(()), f'{case.address}:0'
   )
   print(port, flush=True)
   sys.stdin.read()
-  print(json.dumps({'cpu_s': cpu_s[1] - cpu_s[0]}), flush=True)
+  print(json.dumps({'cpu_s': cpu_s[-1] - cpu_s[0]}), flush=True)
   server.stop(grace=None).wait()
 
 
 def _drain_sockets() -> None:
   """Sends as many bytes as a client asks for, over a plain socket."""
-  with socket.create_server((_ADDRESSES[0], _SOCKET_PORT)) as listener:
+  with socket.create_server((ADDRESSES[0], _SOCKET_PORT)) as listener:
     while True:
       connection, _ = listener.accept()
       with connection:
@@ -347,13 +367,15 @@ class _Client:
 
   def __init__(self, case: Case, port: int):
     self._wire = case.wire
-    self._channel = control.ClientChannel(f'{_ADDRESSES[0]}:{port}')
+    self._no_payload = case.rate_mbit is None
+    self._channel = control.ClientChannel(f'{case.address}:{port}')
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     self.receiver = Receiver(
-      lambda chunk: tuple(
-        wire_lib.specs(self._wire, part, sharding) for part in chunk.slices
-      ),
+      (lambda chunk: ())
+      if self._no_payload
+      else wire_lib.ChunkSpecs(self._wire, sharding),
       case.chunk_bytes,
+      credit_bytes=case.window_bytes // _CREDITS,
       pace=None,
       landed=lambda uuids: self._channel.send(
         messages.Landed(uuids=tuple(uuids))
@@ -363,10 +385,10 @@ class _Client:
     self.errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
     welcome = self._channel.receive(_WAIT_S)
     assert isinstance(welcome, messages.Welcome)
-    assert welcome.address is not None
-    self.receiver.attach(
-      pull.PullLink(pull.start_server(_ADDRESSES[1]), welcome.address)
-    )
+    link: pull.Link = _NoLink()
+    if welcome.address is not None:
+      link = pull.PullLink(pull.start_server(ADDRESSES[1]), welcome.address)
+    self.receiver.attach(link)
     self.beats: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
     self._chunks: dict[int, dict[tuple[int, int], Any]] = {}
     self._left: dict[tuple[int, Stream], int] = {}
@@ -393,7 +415,7 @@ class _Client:
         request=request,
         generation=0,
         prompt=bytes(tokens),  # only its length is used
-        manifest='',
+        manifest=handshake.manifest_hash(self._wire, tokens),
         mode='overlapped',
         deadline_in_s=None,
         landed=(),
@@ -435,6 +457,8 @@ class _Client:
         case messages.Published(request=request, chunks=published):
           for token_chunk, sequence, uuid, size_bytes, digests in published:
             chunk = self._chunks[request][token_chunk, sequence]
+            if self._no_payload:
+              digests = b''
             self.receiver.published(chunk, uuid, size_bytes, digests)
 
 
@@ -476,6 +500,60 @@ def receive(case: Case, port: int) -> dict[str, Any]:
   }
 
 
+def receive_nothing(case: Case, port: int) -> dict[str, Any]:
+  """Measures the control path: everything but payloads and their digests."""
+  client = _Client(case, port)
+  client.receiver.rtt_s = 0.01  # a window of 250 MB at 100 Gbit/s
+  control_s = []
+  client.beat()
+  for _ in range(1 + _PAIRS):
+    start_s = time.monotonic()
+    request = client.submit(case.tokens)
+    for stream in Stream:
+      client.take(request, stream)
+    control_s.append(time.monotonic() - start_s)
+  client.beat()
+  size = case.wire.stream_bytes(case.tokens).total
+  return {'bytes': size, 'control_s': control_s[1:]}
+
+
+class _NoSource:
+  """Publishes nothing."""
+
+  def publish(self, payload: Any) -> int:
+    return secrets.randbits(62)
+
+  def forget(self, uuid: int) -> None:
+    pass
+
+  def reset(self) -> None:
+    pass
+
+
+class _NoLink:
+  """Fetches nothing, at once."""
+
+  def pull(self, uuid: int, specs: Any) -> pull.Pull:
+    return _Nothing()
+
+  def discard(self, uuid: int, specs: Any) -> None:
+    pass
+
+  def reset(self) -> None:
+    pass
+
+  def close(self) -> None:
+    pass
+
+
+class _Nothing:
+  def ready(self) -> bool:
+    return True
+
+  def take(self) -> tuple[()]:
+    return ()
+
+
 def _alone(client: _Client, case: Case) -> tuple[float, float | None]:
   """Returns the seconds of a short prompt's Anchor on an idle link."""
   del case
@@ -507,7 +585,7 @@ def _behind(client: _Client, case: Case) -> tuple[float, float | None]:
 
 def _over_socket(size_bytes: int) -> float:
   """Returns the seconds that the bytes take over a plain socket."""
-  with socket.create_connection((_ADDRESSES[0], _SOCKET_PORT)) as connection:
+  with socket.create_connection((ADDRESSES[0], _SOCKET_PORT)) as connection:
     start_s = time.monotonic()
     connection.sendall(f'{size_bytes}'.encode())
     buffer, left = bytearray(2**20), size_bytes
