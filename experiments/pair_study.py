@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -102,16 +102,19 @@ def _engine(
     yield engine
 
 
-def _request(tokens: int, seed: int, **how: Any) -> Request:
+def _request(tokens: int, seed: int, output_tokens: int = 8) -> Request:
   return Request(
     prompt=pair.prompt(_KIND, tokens, seed),
-    **({'output_tokens': 8, 'mode': Mode.SERIAL} | how),
+    output_tokens=output_tokens,
+    mode=Mode.SERIAL,
   )
 
 
-def _step_until(engine: Engine, condition: Callable[[], Any]) -> None:
+def _steps(engine: Engine) -> Iterator[None]:
+  """Steps an engine; whoever iterates knows when to stop."""
   until_s = time.monotonic() + _WAIT_S
-  while not condition():
+  while True:
+    yield
     engine.step()
     assert time.monotonic() < until_s, 'the engine hangs'
 
@@ -125,13 +128,18 @@ def _second_request(engine: Engine) -> Iterator[dict[str, Any]]:
       _request(_SHORT_TOKENS, 100 + seed, output_tokens=_OUTPUT_TOKENS)
     )
     a = engine.result(first)
-    _step_until(engine, lambda a=a: len(a.tokens) > 50)
+    for _ in _steps(engine):
+      if len(a.tokens) > 50:
+        break
     second = engine.submit(_request(_SHORT_TOKENS, seed))
     b = engine.result(second)
-    _step_until(engine, lambda b=b: b.provisional_s is not None)
+    for _ in _steps(engine):
+      if b.provisional_s is not None:
+        break
     assert a.state is State.DECODING, 'the first request ended too soon'
     rounds = [e.end_s - e.start_s for e in _events(a, Phase.VERIFY)]
     assert alone.provisional_s is not None
+    assert b.provisional_s is not None
     ratios.append(
       b.provisional_s / (alone.provisional_s + statistics.median(rounds))
     )
@@ -150,16 +158,24 @@ def _steps_with_pulls(engine: Engine, pace: Pace) -> Iterator[dict[str, Any]]:
       _request(_SHORT_TOKENS, 200 + seed, output_tokens=_OUTPUT_TOKENS)
     )
     a = engine.result(first)
-    _step_until(engine, lambda a=a: len(a.tokens) > 50)
+    for _ in _steps(engine):
+      if len(a.tokens) > 50:
+        break
     began_s = time.monotonic()
     second = engine.submit(_request(_LONG_TOKENS, seed))
     b = engine.result(second)
-    _step_until(engine, lambda b=b: b.prefill_end_s is not None)
+    for _ in _steps(engine):
+      if b.prefill_end_s is not None:
+        break
     start_s = time.monotonic()
-    _step_until(engine, lambda a=a, b=b: b.residual_s or a.state is State.DONE)
+    for _ in _steps(engine):
+      if b.state in (State.DECODING, State.DONE) or a.state is State.DONE:
+        break
     end_s = time.monotonic()
     engine.forget(second)
-    _step_until(engine, lambda a=a: a.state is State.DONE)
+    for _ in _steps(engine):
+      if a.state is State.DONE:
+        break
     spans = [
       (e.start_s + a.timeline.arrival_s, e.end_s - e.start_s)
       for e in _events(a, Phase.VERIFY)
@@ -194,7 +210,9 @@ def _release(
   def cancel(engine: Engine) -> None:
     keys = [engine.submit(_request(_LONG_TOKENS, s)) for s in range(4)]
     last = engine.result(keys[-1])
-    _step_until(engine, lambda: last.prefill_end_s is not None)
+    for _ in _steps(engine):
+      if last.prefill_end_s is not None:
+        break
     for key in keys:
       engine.cancel(key)
 

@@ -136,6 +136,16 @@ def codec_record(codec: str, **detail: Any) -> dict[str, Any]:
   return _moment('codec', None, {'codec': codec, **detail})
 
 
+def schedule_record(seed: int, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a fault schedule.
+
+  Args:
+    seed: of the schedule.
+    **detail: how it ended.
+  """
+  return _moment('fault_schedule', None, {'seed': seed, **detail})
+
+
 def _moment(name: str, request: Any, detail: dict[str, Any]) -> dict[str, Any]:
   return {
     'kind': 'event',

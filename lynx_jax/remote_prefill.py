@@ -23,14 +23,19 @@ from lynx_jax import wire as wire_lib
 from lynx_jax.config import ConfigError
 from lynx_jax.patience import Patience, Policy
 from lynx_jax.prefill_server import PROBE
-from lynx_jax.programs import fetch
+from lynx_jax.programs import Read, fetch
 from lynx_jax.requests import Mode
 from lynx_jax.sender import PrefillDone, PrefillFailed, Record
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport import control, digest, messages, pull
 from lynx_jax.transport.byte_stream import ByteLink
 from lynx_jax.transport.faults import Faults
-from lynx_jax.transport.receiver import CorruptChunk, Pace, Receiver
+from lynx_jax.transport.receiver import (
+  Announced,
+  CorruptChunk,
+  Pace,
+  Receiver,
+)
 from lynx_jax.transport.streams import (
   Chunk,
   Slice,
@@ -434,7 +439,7 @@ class RemotePrefill:
         link.close()
         raise TransferError(f'no answer in {_PROBE_S} s')
       time.sleep(0.001)
-    (values,) = fetch(pulled.take())
+    (values,) = fetch(pulled.take(), Read.TRANSFER)
     if values.tolist() != [*range(PROBE[0])]:
       raise TransferError(f'it sent {values.tolist()}')
 
@@ -495,6 +500,7 @@ class RemotePrefill:
       if message.epoch != self._epoch:
         return  # void: it was published before the last reset
       entry = self._current(message.request, message.generation)
+      announced = []
       for token_chunk, sequence, uuid, size_bytes, digests in message.chunks:
         if entry is not None:
           chunk = entry.chunks.get((token_chunk, sequence))
@@ -504,7 +510,8 @@ class RemotePrefill:
           raise UnexpectedChunk(
             f'token chunk {token_chunk} has no chunk {sequence}'
           )
-        self._transport.published(chunk, uuid, size_bytes, digests)
+        announced.append(Announced(chunk, uuid, size_bytes, digests))
+      self._transport.published(announced)
 
   def _unwanted(
     self, prompt_tokens: int, token_chunk: int, sequence: int

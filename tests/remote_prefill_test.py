@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments import fault_schedules
 from lynx_jax import handshake
 from lynx_jax.config import ConfigError, TensorCodec
 from lynx_jax.engine import Engine, Mode, Request, Result, State
@@ -220,19 +221,26 @@ def test_an_anchor_overtakes_the_residual_of_another_request(
     _check(_finish(engine, first + second), references)
 
 
-@pytest.mark.parametrize('seed', range(12))
-def test_random_faults_end_in_the_reference(
+@pytest.mark.parametrize('seed', range(20))
+def test_a_fault_schedule_ends_well(
   child, fingerprint, decode_model, references, server, seed
 ):
-  """Twelve schedules of up to six faults each, on both links by turns."""
-  rng = np.random.default_rng(seed)
-  chances = {fault: float(rng.uniform(0.02, 0.15)) for fault in Fault}
-  faults = Faults(FaultPlan(seed=seed, chances=chances, most=6))
-  link = server if seed % 2 else None
-  with _engine(child, fingerprint, decode_model, link, faults=faults) as engine:
-    _check(_finish(engine, _submit(engine)), references)
-    assert sum(faults.made.values()) > 0
-    _until(lambda: child.held()[:2] == (0, 0), within_s=2.0)
+  """Twenty of the schedules that `experiments.fault_study` runs 300 of."""
+  bench = fault_schedules.Bench(
+    wire=WIRE,
+    model=decode_model,
+    fingerprint=fingerprint,
+    sharding=transfers.placement(),
+    server=server,
+    address=lambda: child.address,
+    suffer=None,  # see below for processes that die or stop
+    held=child.held,
+    prompt=lambda length: engines.prompt(length).tolist(),
+    references=references,
+    output_tokens=OUTPUTS,
+  )
+  outcome = bench.run(fault_schedules.draw(seed, LENGTHS, peers=False))
+  assert outcome.good, outcome
 
 
 def test_a_chunk_that_is_always_corrupt_is_a_typed_error(

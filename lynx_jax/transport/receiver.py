@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lynx_jax import config
 from lynx_jax.transport import digest, pull, streams
@@ -29,6 +29,15 @@ _SAMPLES = 16  # landings from which the rate is measured
 
 class CorruptChunk(streams.TransferError):
   """The bytes that came are not those that were sent."""
+
+
+class Announced(NamedTuple):
+  """A chunk that can be fetched under `uuid`; see `messages.Published`."""
+
+  chunk: streams.Chunk
+  uuid: int
+  size_bytes: int
+  digests: bytes
 
 
 class Pace:
@@ -221,30 +230,29 @@ class Receiver:
       found = self._requests.get(request)
       return [*found.missing.values()] if found is not None else []
 
-  def published(
-    self, chunk: streams.Chunk, uuid: int, size_bytes: int, digests: bytes
-  ) -> None:
-    """Takes in that a chunk can be fetched.
+  def published(self, announced: Iterable[Announced]) -> None:
+    """Takes in that chunks can be fetched.
 
     One that nobody misses, since its request was cancelled or it has landed or
     was published before, is not delivered; the sender is made to free it.
 
     Raises:
-      UnexpectedChunk: it has not the size that the manifest gives it.
+      UnexpectedChunk: one has not the size that the manifest gives it; those
+        before it are taken in.
     """
-    if chunk.bytes != size_bytes:
-      raise streams.UnexpectedChunk(
-        f'{chunk.key} of {size_bytes} bytes; the manifest has {chunk.bytes}'
-      )
     with self._changed:
       self._moved_s = now_s = time.monotonic()
-      request = self._requests.get(chunk.request)
-      under_way = chunk.key in self._published or any(
-        f.wanted and f.chunk.key == chunk.key for f in self._flights
-      )
-      if request is None or chunk.key not in request.missing or under_way:
-        self._discard(chunk, uuid)
-      else:
+      asked = {f.chunk.key for f in self._flights if f.wanted}
+      for chunk, uuid, size_bytes, digests in announced:
+        if chunk.bytes != size_bytes:
+          raise streams.UnexpectedChunk(
+            f'{chunk.key} of {size_bytes} bytes; the manifest has {chunk.bytes}'
+          )
+        request = self._requests.get(chunk.request)
+        under_way = chunk.key in self._published or chunk.key in asked
+        if request is None or chunk.key not in request.missing or under_way:
+          self._discard(chunk, uuid)
+          continue
         self._published[chunk.key] = uuid, digests
         self._scheduler.offer(
           [chunk],
@@ -332,7 +340,7 @@ class Receiver:
   def arrived(self) -> list[Arrival]:
     """Returns, without blocking, what has arrived since the last call."""
     with self._changed:
-      self._raise_error()
+      streams.raise_failed(self._error)
       arrivals, self._arrivals = [*self._arrivals], collections.deque()
       return arrivals
 
@@ -347,7 +355,7 @@ class Receiver:
         lambda: self._arrivals or self._poked or self._closed or self._error,
         timeout_s,
       )
-      self._raise_error()
+      streams.raise_failed(self._error)
       woken = self._poked or bool(self._arrivals)
       self._poked = False
       return woken
@@ -365,12 +373,6 @@ class Receiver:
       self._closed = True
       self._changed.notify_all()
     self._thread.join()
-
-  def _raise_error(self) -> None:
-    if self._error is not None:
-      raise streams.TransferError(
-        f'the transfer failed: {self._error}'
-      ) from self._error
 
   def _void(self) -> None:
     now_s = time.monotonic()

@@ -47,6 +47,12 @@ class UnexpectedChunk(TransferError):
   """The chunk carries units that the request does not (or no longer) miss."""
 
 
+def raise_failed(error: BaseException | None) -> None:
+  """Raises a `TransferError` for what ended a transfer's thread, if any."""
+  if error is not None:
+    raise TransferError(f'the transfer failed: {error}') from error
+
+
 class Stream(enum.IntEnum):
   """Classes of priority; a lower value goes first."""
 

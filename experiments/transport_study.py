@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All figures about transfers between two processes.
+
+    python -m experiments.transport_study --workdir=runs/transport
+
+Parts, each of which can be run alone with --parts:
+
+    links    use, CPU time and priority over real links (root; 4 minutes)
+    control  the control path of a prompt of 128k tokens (half a minute)
+    pair     requests of a small model: times and memory (2 minutes)
+    real     TTFT over a real link of 1 Gbit/s (root; 1 minute)
+    cuts     a real link goes down for 5 s, and for good (root; 1 minute)
+    faults   300 random fault schedules; goes on where it was stopped (about
+             10 minutes)
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from experiments import fault_study, link_study, pair_study, results
+
+Records = Iterator[dict[str, Any]]
+
+
+def _links() -> Records:
+  for case in link_study.CASES.values():
+    if case.rate_mbit is not None:
+      yield from link_study.measure(case)
+
+
+PARTS: dict[str, Callable[[results.Writer], Records]] = {
+  'links': lambda _: _links(),
+  'control': lambda _: link_study.measure(link_study.CASES['control']),
+  'pair': lambda _: pair_study.emulated(),
+  'real': lambda _: pair_study.real(),
+  'cuts': lambda _: fault_study.cuts(),
+  'faults': lambda writer: fault_study.run(writer.path),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--workdir', default='runs/transport')
+  parser.add_argument('--parts', default=','.join(PARTS))
+  chosen = parser.parse_args(arguments)
+  with results.Writer(chosen.workdir) as writer:
+    names = chosen.parts.split(',')
+    if unknown := [name for name in names if name not in PARTS]:
+      parser.error(f'--parts={unknown[0]} must be of {", ".join(PARTS)}')
+    for name in names:
+      for record in PARTS[name](writer):
+        writer.write(record)
+        if record['kind'] == 'summary':
+          print(
+            f'{record["name"]}: {record["value"]:.4g} {record["unit"]}',
+            flush=True,
+          )
+
+
+if __name__ == '__main__':
+  main()
