@@ -56,7 +56,7 @@ _MODEL = ModelConfig(
 )
 _CODEC = CodecConfig(sinks=0, recent_tokens=0)
 _CONTROL_GBPS = 100.0
-_CREDITS = 16  # messages in which a window is given back
+_CREDITS = 8  # messages in which a window is given back
 _PAIRS = 5
 _SOCKET_PORT = 7999
 _WAIT_S = 60.0
@@ -119,7 +119,7 @@ CASES = {
       name='control',
       rate_mbit=None,
       chunk_bytes=16 * 2**20,
-      token_chunk=1024,
+      token_chunk=2048,
       tokens=131072,
       window_bytes=2**30,  # 86 ms at 100 Gbit/s
     ),
@@ -243,13 +243,13 @@ def _side(case: Case, side: str, space: str) -> Iterator[Any]:
     process.wait()
 
 
-def _payload(specs: wire_lib.ChunkSpecs, chunk: Chunk) -> tuple[Any, ...]:
+def _payload(layouts: wire_lib.Layouts, chunk: Chunk) -> tuple[Any, ...]:
   return tuple(
     tuple(
       None if spec is None else _array(spec.shape, str(spec.dtype))
-      for spec in part
+      for spec in layout.specs
     )
-    for part in specs(chunk)
+    for layout in layouts(chunk)
   )
 
 
@@ -269,7 +269,7 @@ def _array(shape: tuple[int, ...], dtype: str) -> jax.Array:
 def send(case: Case) -> None:
   """Publishes whatever is asked for, until standard input ends."""
   wire = case.wire
-  specs = wire_lib.ChunkSpecs(
+  layouts = wire_lib.Layouts(
     wire, jax.sharding.SingleDeviceSharding(jax.devices()[0])
   )
   prompts: dict[int, int] = {}
@@ -291,7 +291,7 @@ def send(case: Case) -> None:
                 a.chunk.key.sequence,
                 a.uuid,
                 a.chunk.bytes,
-                a.digests or bytes(8 * len(a.chunk.slices)),
+                a.digest,
               )
               for a in group
             ),
@@ -303,7 +303,7 @@ def send(case: Case) -> None:
       source = pull.PullSource(pull.start_server(case.address))
     publisher = Publisher(
       source,
-      lambda chunk: () if case.rate_mbit is None else _payload(specs, chunk),
+      lambda chunk: () if case.rate_mbit is None else _payload(layouts, chunk),
       announce,
       failed=lambda error: channel.close(),
       window_bytes=case.window_bytes,
@@ -373,9 +373,9 @@ class _Client:
     self._channel = control.ClientChannel(f'{case.address}:{port}')
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     self.receiver = Receiver(
-      (lambda chunk: ())
+      (lambda chunk: [])
       if self._no_payload
-      else wire_lib.ChunkSpecs(self._wire, sharding),
+      else wire_lib.Layouts(self._wire, sharding),
       case.chunk_bytes,
       credit_bytes=case.window_bytes // _CREDITS,
       pace=None,
@@ -462,9 +462,9 @@ class _Client:
               self._chunks[request][token_chunk, sequence],
               uuid,
               size_bytes,
-              b'' if self._no_payload else digests,
+              text,
             )
-            for token_chunk, sequence, uuid, size_bytes, digests in published
+            for token_chunk, sequence, uuid, size_bytes, text in published
           )
 
 

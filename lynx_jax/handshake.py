@@ -34,8 +34,8 @@ def fingerprint(model: Transformer) -> str:
   """Returns a hash of all parameters, summed where they lie."""
   _, params = cached.split(model)
   leaves = jax.tree.leaves(params)
-  sums = digest.texts([[digest.digest((leaf,)) for leaf in leaves]])
-  return hashlib.sha256(sums[0]).hexdigest()[:32]
+  sums = digest.texts([digest.digest((leaf,)) for leaf in leaves])
+  return hashlib.sha256(b''.join(sums)).hexdigest()[:32]
 
 
 def facts(wire: WireFormat, model_fingerprint: str) -> dict[str, Scalar]:

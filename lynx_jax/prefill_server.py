@@ -416,7 +416,7 @@ class _Session:
 
   def _warm_up(self, sender: Sender[Publisher]) -> None:
     for _, arrays in sender.warm_up():
-      jax.block_until_ready(digest.pack(arrays))
+      jax.block_until_ready(digest.pack((arrays,)))
     self.channel.send(messages.WarmUp())
 
   def _announce(self, announcements: Sequence[Announcement]) -> None:
@@ -439,7 +439,7 @@ class _Session:
               a.chunk.key.sequence,
               a.uuid,
               a.chunk.bytes,
-              a.digests,
+              a.digest,
             )
             for a in group
           ),

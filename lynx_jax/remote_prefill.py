@@ -47,7 +47,7 @@ from lynx_jax.transport.streams import (
 _TICK_S = 0.02  # longest time in which nobody looks after stalls and leases
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 1.0
 _PROBE_S = 5.0  # limit of the pull that tries out a transfer server
-_CREDITS = 16  # messages in which a window is given back
+_CREDITS = 8  # messages in which a window is given back
 _CLOCK_BEATS = 4  # at the start of a session
 _NOBODY = -(2**31)  # request id of chunks that are fetched to be thrown away
 
@@ -130,7 +130,7 @@ class RemotePrefill:
     if window_bytes is None:
       window_bytes = max(4 * 2**20, 16 * wire.engine.chunk_bytes)
     self._window_bytes, self._faults = window_bytes, faults
-    self._specs = wire_lib.ChunkSpecs(wire, sharding)
+    self._layouts = wire_lib.Layouts(wire, sharding)
     self._lock = threading.RLock()  # guards everything below
     self._requests: dict[int, _Request] = {}
     self._records: collections.deque[Record] = collections.deque()
@@ -149,7 +149,7 @@ class RemotePrefill:
     self._awake = threading.Event()  # something to do for a lost session
     self._draining = self._closed = False
     self._transport = Receiver(
-      self._specs,
+      self._layouts,
       wire.engine.chunk_bytes,
       credit_bytes=window_bytes // _CREDITS,
       pace=pace,
@@ -180,9 +180,9 @@ class RemotePrefill:
     self._warm.clear()
     self._send(messages.WarmUp())
     for part in self._wire.slice_kinds():
-      specs = self._specs.of(part)
-      words = self._zeros(digest.packed(specs))
-      arrays, sums = digest.unpack(words, specs)
+      layout = self._layouts.of(part)
+      packed = self._zeros((layout.packed,))
+      (arrays,), sums = digest.unpack(packed, (layout,))
       jax.block_until_ready(sums)
       yield part, arrays
     while not self._warm.wait(_TICK_S):
@@ -501,7 +501,7 @@ class RemotePrefill:
         return  # void: it was published before the last reset
       entry = self._current(message.request, message.generation)
       announced = []
-      for token_chunk, sequence, uuid, size_bytes, digests in message.chunks:
+      for token_chunk, sequence, uuid, size_bytes, text in message.chunks:
         if entry is not None:
           chunk = entry.chunks.get((token_chunk, sequence))
         else:
@@ -510,7 +510,7 @@ class RemotePrefill:
           raise UnexpectedChunk(
             f'token chunk {token_chunk} has no chunk {sequence}'
           )
-        announced.append(Announced(chunk, uuid, size_bytes, digests))
+        announced.append(Announced(chunk, uuid, size_bytes, text))
       self._transport.published(announced)
 
   def _unwanted(

@@ -32,6 +32,7 @@ from lynx_jax.kv_cache import Cache, Prefix
 from lynx_jax.prefill import Prompt
 from lynx_jax.programs import program
 from lynx_jax.shapes import Array, Int32
+from lynx_jax.transport import digest
 from lynx_jax.transport.streams import (
   TAIL_BLOCK,
   Chunk,
@@ -126,7 +127,7 @@ def specs(wire: WireFormat, part: Slice, sharding: Any) -> Any:
   return tuple(map(one, buffers, rows))
 
 
-class ChunkSpecs:
+class Layouts:
   """What the payloads of chunks look like on one placement.
 
   Slices of one kind and size look alike, so each is worked out once.
@@ -134,16 +135,16 @@ class ChunkSpecs:
 
   def __init__(self, wire: WireFormat, sharding: Any):
     self._wire, self._sharding = wire, sharding
-    self._known: dict[tuple[Any, ...], Any] = {}
+    self._known: dict[tuple[Any, ...], digest.Layout] = {}
 
-  def __call__(self, chunk: Chunk) -> tuple[Any, ...]:
-    return tuple(map(self.of, chunk.slices))
+  def __call__(self, chunk: Chunk) -> list[digest.Layout]:
+    return [self.of(part) for part in chunk.slices]
 
-  def of(self, part: Slice) -> Any:
-    """Returns the specs of one slice; see `specs`."""
+  def of(self, part: Slice) -> digest.Layout:
+    """Returns the layout of one slice; see `specs`."""
     key = part.segment, part.plane, part.layer_group, len(part.layers)
     if key not in self._known:
-      self._known[key] = specs(self._wire, part, self._sharding)
+      self._known[key] = digest.Layout(specs(self._wire, part, self._sharding))
     return self._known[key]
 
 

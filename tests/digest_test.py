@@ -14,7 +14,7 @@ WORDS = 1 << 18
 
 
 def _sums(*arrays) -> bytes:
-  (found,) = digest.texts([[digest.digest(arrays)]])
+  (found,) = digest.texts([digest.digest(arrays)])
   return found
 
 
@@ -97,11 +97,24 @@ def test_packed_arrays_come_out_again():
     else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     for x in arrays
   ]
-  words, sums = digest.pack(arrays)
-  spec = digest.packed(specs)
-  assert (words.shape, words.dtype) == (spec.shape, spec.dtype)
-  unpacked, again = digest.unpack(words, specs)
-  assert digest.texts([[sums], [again]]) == [_sums(*arrays)] * 2
+  layout = digest.Layout(specs)
+  # Two slices of the same bytes, as in a chunk.
+  packed, sums = digest.pack((arrays, arrays))
+  for one in packed:
+    assert (one.shape, one.dtype) == (layout.packed.shape, layout.packed.dtype)
+  (unpacked, same), again = digest.unpack(packed, (layout, layout))
+  found, found_again = digest.texts([sums, again])
+  assert found == found_again
+  words = int(np.frombuffer(found, '<u4')[2])
+  assert 4 * words == sum(one.size for one in packed)
+  assert found[:8] == _sums(*arrays, *arrays)
+  # Slices that change places are seen.
+  other = (jnp.zeros(40, jnp.uint8),)
+  swapped = digest.texts(
+    [digest.pack((arrays, other))[1], digest.pack((other, arrays))[1]]
+  )
+  assert swapped[0] != swapped[1]
+  np.testing.assert_array_equal(unpacked[0], same[0])
   for one, other in zip(arrays, unpacked, strict=True):
     if one is None:
       assert other is None

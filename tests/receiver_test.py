@@ -34,13 +34,14 @@ WIRE = WireFormat(
   ),
 )
 PAYLOAD = ((jnp.arange(8, dtype=jnp.uint8),),)
-SPECS = tuple(
-  tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in p)
+LAYOUTS = [
+  digest.Layout(
+    [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in p]
+  )
   for p in PAYLOAD
-)
-PACKED = [digest.pack(part) for part in PAYLOAD]
-WORDS = tuple(words for words, _ in PACKED)
-(DIGESTS,) = digest.texts([[sums for _, sums in PACKED]])
+]
+PACKED, _SUMS = digest.pack(PAYLOAD)
+(DIGEST,) = digest.texts([_SUMS])
 WAIT_S = 10.0
 
 
@@ -52,7 +53,7 @@ class _Pull:
     return self.done.is_set()
 
   def take(self):
-    return WORDS
+    return PACKED
 
 
 class _Link:
@@ -85,7 +86,7 @@ class _Bench:
   def __init__(self, pace: Pace | None = None):
     self.link, self.freed, self.damaged = _Link(), [], []
     self.receiver = Receiver(
-      lambda chunk: SPECS,
+      lambda chunk: LAYOUTS,
       CHUNK_BYTES,
       pace=pace,
       landed=self.freed.extend,
@@ -112,7 +113,7 @@ class _Bench:
   def publish(self, chunks, first_uuid: int = 0) -> list[int]:
     uuids = [*range(first_uuid, first_uuid + len(chunks))]
     self.receiver.published(
-      Announced(chunk, uuid, chunk.bytes, DIGESTS)
+      Announced(chunk, uuid, chunk.bytes, DIGEST)
       for chunk, uuid in zip(chunks, uuids, strict=True)
     )
     return uuids
@@ -201,14 +202,14 @@ def test_a_chunk_of_another_size_is_refused(bench):
   bench.expect(0)
   chunk = bench.chunks(0)[0]
   with pytest.raises(UnexpectedChunk, match=f'of 7 bytes.*{chunk.bytes}'):
-    bench.receiver.published([Announced(chunk, 1, 7, DIGESTS)])
+    bench.receiver.published([Announced(chunk, 1, 7, DIGEST)])
 
 
 def test_another_digest_is_damage(bench):
   bench.expect(0)
   chunk = bench.chunks(0)[0]
   bench.receiver.published(
-    [Announced(chunk, 1, chunk.bytes, bytes(len(DIGESTS)))]
+    [Announced(chunk, 1, chunk.bytes, bytes(len(DIGEST)))]
   )
   _until(lambda: bench.damaged)
   assert bench.damaged[0][:2] == (chunk, 1)

@@ -22,20 +22,20 @@ _LONGEST_WAIT_S = 60.0
 class Announcement:
   """A chunk that can be fetched.
 
-  `epoch` counts the resets before it was published. `digests` has one u32[2] a
-  slice; see `digest.texts`.
+  `epoch` counts the resets before it was published; for `digest` see
+  `digest.texts`.
   """
 
   chunk: streams.Chunk
   uuid: int
   epoch: int
-  digests: bytes
+  digest: bytes
 
 
 class Publisher:
   """A thread that cuts chunks and publishes them, in the scheduler's order.
 
-  What is published has one array a slice, of words; see `digest.pack`.
+  What is published has one array a slice, of bytes; see `digest.pack`.
 
   At most `window_bytes` are published and not yet landed, half of them
   Residual, so that an Anchor always finds room. The window is the receiver's
@@ -183,17 +183,16 @@ class Publisher:
     while chunk is not None:
       payload = self._payload(chunk)
       if payload is not None:
-        packed = [digest.pack(arrays) for arrays in payload]
-        digests = [sums for _, sums in packed]
+        packed, sums = digest.pack(payload)
         with self._changed:
-          uuid = self._source.publish(tuple(words for words, _ in packed))
+          uuid = self._source.publish(packed)
           self._published[uuid] = chunk
-          batch.append((chunk, uuid, self._epoch, digests))
+          batch.append((chunk, uuid, self._epoch, sums))
         size += chunk.bytes
       if size * _BATCHES >= self._window_bytes:
         break
       chunk = self._take(0.0)
-    texts = digest.texts([digests for *_, digests in batch])
+    texts = digest.texts([sums for *_, sums in batch])
     announcements = [
       Announcement(chunk, uuid, epoch, text)
       for (chunk, uuid, epoch, _), text in zip(batch, texts, strict=True)

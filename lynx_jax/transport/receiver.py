@@ -19,8 +19,8 @@ from lynx_jax.transport import digest, pull, streams
 from lynx_jax.transport.courier import Arrival
 from lynx_jax.transport.scheduler import Scheduler
 
-# An array tells nobody that it is ready. It is looked after this often from
-# shortly before it should be there; the last is how much earlier.
+# An array tells nobody that it is ready. It is looked after this often, from
+# an eighth of its time on the link before it should be there.
 _POLL_S, _LONGEST_POLL_S, _EARLY = 1e-3, 20e-3, 1 / 8
 _LATEST_CREDIT_S = 0.05  # for how long the sender may wait for its credit
 _LONGEST_WAIT_S = 60.0
@@ -37,7 +37,7 @@ class Announced(NamedTuple):
   chunk: streams.Chunk
   uuid: int
   size_bytes: int
-  digests: bytes
+  digest: bytes
 
 
 class Pace:
@@ -94,7 +94,7 @@ class _Flight:
 
   chunk: streams.Chunk
   uuid: int
-  digests: bytes | None  # None: the scheduler does not know of it
+  digest: bytes | None  # None: the scheduler does not know of it
   pull: pull.Pull
   asked_s: float
   start_s: float
@@ -120,11 +120,11 @@ class Receiver:
   picks, Anchors at once, Residuals while their outstanding bytes stay within a
   window of max(2 chunks, 2 · rate · RTT), of the measured rate.
 
-  A chunk reaches the engine when its bytes are there and their digests are
-  those that the sender announced.
+  A chunk reaches the engine when its bytes are there and their digest is the
+  one that the sender announced.
 
   Args:
-    specs: returns what the payload of a chunk looks like, slice by slice.
+    layouts: returns what the payload of a chunk looks like, slice by slice.
     chunk_bytes: size of a chunk, for the window.
     credit_bytes: the sender is told of so much at once, unless nothing else is
       under way: a message costs 0.5 ms of CPU time on either side.
@@ -136,7 +136,7 @@ class Receiver:
 
   def __init__(
     self,
-    specs: Callable[[streams.Chunk], Sequence[Any]],
+    layouts: Callable[[streams.Chunk], Sequence[digest.Layout]],
     chunk_bytes: int,
     *,
     credit_bytes: int = 0,
@@ -144,14 +144,14 @@ class Receiver:
     landed: Callable[[Sequence[int]], None],
     damaged: Callable[[streams.Chunk, int, Exception], None],
   ):
-    self._specs, self._chunk_bytes = specs, chunk_bytes
+    self._layouts, self._chunk_bytes = layouts, chunk_bytes
     self._credit_bytes, self._pace = credit_bytes, pace
     self._landed, self._damaged = landed, damaged
     self._changed = threading.Condition()  # guards everything below
     self._link: pull.Link | None = None
     self._scheduler = Scheduler(2 * chunk_bytes)
     self._requests: dict[int, _Request] = {}
-    # uuid and digests of chunks that are published and not asked for.
+    # uuid and digest of chunks that are published and not asked for.
     self._published: dict[streams.ChunkKey, tuple[int, bytes]] = {}
     self._flights: list[_Flight] = []
     # uuids of which the sender is not told yet, their bytes, and since when.
@@ -161,6 +161,7 @@ class Receiver:
     self._recent: collections.deque[tuple[float, int]] = collections.deque(
       maxlen=_SAMPLES
     )
+    self._known_gbps: float | None = None  # the last rate that was measured
     self._came_s = -math.inf  # when a payload last came
     self._moved_s = time.monotonic()  # when something last came
     self._asked_s = -math.inf  # virtual time never goes back
@@ -243,7 +244,7 @@ class Receiver:
     with self._changed:
       self._moved_s = now_s = time.monotonic()
       asked = {f.chunk.key for f in self._flights if f.wanted}
-      for chunk, uuid, size_bytes, digests in announced:
+      for chunk, uuid, size_bytes, text in announced:
         if chunk.bytes != size_bytes:
           raise streams.UnexpectedChunk(
             f'{chunk.key} of {size_bytes} bytes; the manifest has {chunk.bytes}'
@@ -253,7 +254,7 @@ class Receiver:
         if request is None or chunk.key not in request.missing or under_way:
           self._discard(chunk, uuid)
           continue
-        self._published[chunk.key] = uuid, digests
+        self._published[chunk.key] = uuid, text
         self._scheduler.offer(
           [chunk],
           arrival_s=request.arrival_s,
@@ -285,7 +286,7 @@ class Receiver:
 
     Args:
       request: whose.
-      make: returns a payload for its specs.
+      make: returns the arrays of a slice for their specs.
     """
     now_s = time.monotonic()
     with self._changed:
@@ -300,7 +301,13 @@ class Receiver:
           flight.wanted = False
       found.missing.clear()
       self._arrivals += [
-        Arrival(chunk, make(self._specs(chunk)), now_s, now_s, substituted=True)
+        Arrival(
+          chunk,
+          tuple(make(layout.specs) for layout in self._layouts(chunk)),
+          now_s,
+          now_s,
+          substituted=True,
+        )
         for chunk in chunks
       ]
       self._changed.notify_all()
@@ -335,7 +342,7 @@ class Receiver:
   def rate_gbps(self) -> float | None:
     """The rate measured over the last chunks; None if not known yet."""
     with self._changed:
-      return self._rate_gbps()
+      return self._known_gbps
 
   def arrived(self) -> list[Arrival]:
     """Returns, without blocking, what has arrived since the last call."""
@@ -384,6 +391,7 @@ class Receiver:
     self._published.clear()
     self._freed, self._freed_bytes = [], 0
     self._recent.clear()
+    self._known_gbps = None
     self._moved_s = now_s
 
   def _discard(self, chunk: streams.Chunk, uuid: int) -> None:
@@ -391,7 +399,7 @@ class Receiver:
     if self._link is None:
       return
     now_s = time.monotonic()
-    fetched = self._link.discard(uuid, self._words(chunk))
+    fetched = self._link.discard(uuid, self._packed(chunk))
     if fetched is None:
       self._free(uuid, chunk, now_s)
     else:
@@ -399,9 +407,9 @@ class Receiver:
         _Flight(chunk, uuid, None, fetched, now_s, now_s, -math.inf, False)
       )
 
-  def _words(self, chunk: streams.Chunk) -> tuple[Any, ...]:
-    """Returns what a chunk looks like on the link; see `digest.pack`."""
-    return tuple(map(digest.packed, self._specs(chunk)))
+  def _packed(self, chunk: streams.Chunk) -> tuple[Any, ...]:
+    """Returns what a chunk looks like on the link."""
+    return tuple(layout.packed for layout in self._layouts(chunk))
 
   def _free(self, uuid: int, chunk: streams.Chunk, now_s: float) -> None:
     if not self._freed:
@@ -419,7 +427,7 @@ class Receiver:
     return freed
 
   def _leave(self, flight: _Flight, now_s: float) -> None:
-    if flight.digests is not None:
+    if flight.digest is not None:
       self._scheduler.landed(flight.chunk, now_s)
 
   def _run(self) -> None:
@@ -433,9 +441,9 @@ class Receiver:
         broken = self._check(came)
         with self._changed:
           now_s = time.monotonic()
-          self._deliver(now_s)
+          news = self._deliver(now_s) or broken  # others may go for these
           freed = self._credit(now_s)
-          pause_s = 0.0 if freed or broken else self._pause_s(now_s)
+          pause_s = 0.0 if freed or news else self._pause_s(now_s)
           if pause_s > 0 and not self._closed:
             self._changed.wait(pause_s)
         if freed:
@@ -461,13 +469,13 @@ class Receiver:
         self._blocked = True
         return
       self._asked_s = start_s
-      uuid, digests = self._published.pop(chunk.key)
-      fetched = self._link.pull(uuid, self._words(chunk))
+      uuid, text = self._published.pop(chunk.key)
+      fetched = self._link.pull(uuid, self._packed(chunk))
       first_s, seen_s = start_s, -math.inf
       if self._pace is not None:
         first_s, seen_s = self._pace.send(chunk.bytes, start_s)
       self._flights.append(
-        _Flight(chunk, uuid, digests, fetched, now_s, first_s, seen_s, True)
+        _Flight(chunk, uuid, text, fetched, now_s, first_s, seen_s, True)
       )
 
   def _ask_s(self) -> float:
@@ -483,24 +491,23 @@ class Receiver:
     """Keeps good payloads; returns the flights that brought none, and why."""
     payloads: dict[_Flight, Any] = {}
     broken: list[tuple[_Flight, streams.TransferError]] = []
-    sums = []
+    sums: dict[_Flight, Any] = {}
     for flight in came:
       try:
-        words = flight.pull.take()
+        packed = flight.pull.take()
       except streams.TransferError as error:
         broken.append((flight, error))
         continue
-      parts = []
+      payloads[flight] = ()
       if flight.wanted:
-        specs = self._specs(flight.chunk)
-        parts = [digest.unpack(*p) for p in zip(words, specs, strict=True)]
-      payloads[flight] = tuple(arrays for arrays, _ in parts)
-      sums.append([found for _, found in parts])
-    texts = digest.texts(sums)
+        payloads[flight], sums[flight] = digest.unpack(
+          packed, self._layouts(flight.chunk)
+        )
+    texts = dict(zip(sums, digest.texts([*sums.values()]), strict=True))
     now_s = time.monotonic()
     good = []
-    for (flight, payload), found in zip(payloads.items(), texts, strict=True):
-      if flight.wanted and found != flight.digests:
+    for flight, payload in payloads.items():
+      if texts.get(flight, flight.digest) != flight.digest:
         corrupt = CorruptChunk(f'{flight.chunk.key} has another digest')
         broken.append((flight, corrupt))
       else:
@@ -517,7 +524,9 @@ class Receiver:
         self._moved_s = self._came_s = now_s
     return [b for b in broken if b[0].wanted]
 
-  def _deliver(self, now_s: float) -> None:
+  def _deliver(self, now_s: float) -> bool:
+    """Hands over what can be seen now; returns whether anything landed."""
+    before = len(self._flights)
     for flight in [*self._flights]:
       if flight.payload is None or flight.seen_s > now_s:
         continue
@@ -536,16 +545,19 @@ class Receiver:
         Arrival(flight.chunk, flight.payload, flight.start_s, arrived_s)
       )
       self._changed.notify_all()
+    return len(self._flights) < before
 
   def _pause_s(self, now_s: float) -> float:
     """Returns for how long there is nothing to do, if nobody notifies."""
     under_way = [f.chunk.bytes for f in self._flights if f.payload is None]
     if under_way:
-      rate_gbps = self._rate_gbps() if self._pace is None else None
+      rate_gbps = self._known_gbps if self._pace is None else None
       if rate_gbps is None:  # what comes over an emulated link is here at once
         return _POLL_S
-      left_s = self._came_s + under_way[0] * 8e-9 / rate_gbps - now_s
-      return min(max(left_s * (1 - _EARLY), _POLL_S), _LONGEST_POLL_S)
+      chunk_s = under_way[0] * 8e-9 / rate_gbps
+      left_s = self._came_s + chunk_s - now_s
+      least_s = max(_POLL_S, chunk_s * _EARLY)
+      return min(max(left_s * (1 - _EARLY), least_s), _LONGEST_POLL_S)
     due_s = [f.seen_s for f in self._flights]
     if self._freed:
       due_s.append(self._freed_s + _LATEST_CREDIT_S)
@@ -556,7 +568,7 @@ class Receiver:
   def _measure(self, size_bytes: int, now_s: float) -> None:
     """Adapts the window to the rate at which chunks have come lately."""
     self._recent.append((now_s, size_bytes))
-    rate_gbps = self._rate_gbps()
+    self._known_gbps = rate_gbps = self._rate_gbps() or self._known_gbps
     if not self._flights:
       self._recent.clear()  # what comes next has waited for something else
     if rate_gbps is not None:

@@ -111,7 +111,7 @@ class Slice:
       self.plane,
       self.layer_group,
       layers=self.layers,
-      indices=tuple(map(groups.__add__, self.indices)),
+      indices=tuple([index + groups for index in self.indices]),
     )
 
 
