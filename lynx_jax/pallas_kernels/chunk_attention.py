@@ -67,26 +67,41 @@ def chunk_attention_xla(
   """
   _, size, heads, head_dim = q.shape
   kv_heads = k.shape[2]
+  dtype, scale = q.dtype, np.float32(head_dim**-0.5)
   # One product a KV head: its G · C query rows against a block of keys.
-  q = q[0].astype(jnp.float32) * np.float32(head_dim**-0.5)
-  q = jnp.moveaxis(q.reshape(size, kv_heads, -1, head_dim), 0, 2)
+  q = jnp.moveaxis(q[0].reshape(size, kv_heads, -1, head_dim), 0, 2)
   q = q.reshape(kv_heads, -1, head_dim)  # K GC H
 
+  def head_major(x):
+    # XLA's CPU backend multiplies bfloat16 fast only where heads lie apart, and
+    # moves it as float32 unless it looks like integers.
+    x = jax.lax.bitcast_convert_type(x, jnp.uint16)
+    x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+    return jax.lax.optimization_barrier(jnp.swapaxes(x, 0, 1))  # K S H
+
   def load(x, j):
-    at = (layer, j * size, 0, 0)
-    block = jax.lax.dynamic_slice(x, at, (1, size, kv_heads, head_dim))[0]
-    return jnp.swapaxes(block.astype(jnp.float32), 0, 1)  # K S H
+    block = jax.lax.dynamic_slice_in_dim(x, j * size, size, axis=1)
+    return jax.lax.bitcast_convert_type(block, jnp.bfloat16).astype(dtype)
+
+  def product(spec, x, y):
+    # TPUs and GPUs otherwise multiply float32 operands in fewer bits.
+    exact = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return jnp.einsum(
+      spec, x, y, precision=exact, preferred_element_type=jnp.float32
+    )
+
+  k, v = head_major(k), head_major(v)
 
   def step(j, carry, mask=None):
     top, total, out = carry
-    scores = jnp.einsum('krh,ksh->krs', q, load(k, j))
+    scores = product('krh,ksh->krs', q, load(k, j))
     if mask is not None:
       scores = jnp.where(mask, scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-    weights = jnp.exp(scores - new_top[..., None])
-    shrink = jnp.exp(top - new_top)
+    weights = jnp.exp((scores - new_top[..., None]) * scale)
+    shrink = jnp.exp((top - new_top) * scale)
     total = total * shrink + jnp.sum(weights, axis=-1)
-    fresh = jnp.einsum('krs,ksh->krh', weights, load(v, j))
+    fresh = product('krs,ksh->krh', weights.astype(dtype), load(v, j))
     return new_top, total, out * shrink[..., None] + fresh
 
   # The chunk's own block comes first: it alone is masked, and it leaves a
