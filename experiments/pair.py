@@ -66,18 +66,18 @@ KINDS = {
     lease_s=2.0,
     window_bytes=64 * 1024,
   ),
-  # Large enough for its KV to show in times and in memory: 8 KiB a token.
+  # Large enough for its KV to show in times and in memory: 4 KiB a token.
   'bench': Kind(
-    model=presets.tiny(layers=8, heads=4, kv_heads=4, head_dim=64),
+    model=presets.tiny(layers=4, heads=4, kv_heads=4, head_dim=64),
     codec=CodecConfig(
       k=_PLANES, v=_PLANES, group=128, sinks=4, recent_tokens=64
     ),
     engine=EngineConfig(
-      slots=4,
+      slots=2,
       prompt_tokens=4096,
       output_tokens=512,
       token_chunk=256,
-      layer_groups=4,
+      layer_groups=2,
       draft_tokens=4,
       chunk_bytes=256 * 1024,
     ),

@@ -37,7 +37,9 @@ _KIND = pair.KINDS['bench']
 _PAIRS = 5
 _LONG_TOKENS, _SHORT_TOKENS = 4096, 1024
 _OUTPUT_TOKENS = 500
+_PROMPTS = 2  # at once at the sender, when it is to release them
 _PACE_GBPS = 0.05  # an Anchor of 1,024 tokens takes 0.4 s
+_FAST_GBPS = 0.2
 _FREE_S = 1.0  # a sender must have freed everything after that
 _WAIT_S = 60.0
 _GBIT_MBIT = 1000
@@ -153,6 +155,7 @@ def _second_request(engine: Engine) -> Iterator[dict[str, Any]]:
 def _steps_with_pulls(engine: Engine, pace: Pace) -> Iterator[dict[str, Any]]:
   """A round's time while another request's chunks come, against without."""
   ratios = []
+  pace.rate_gbps = _FAST_GBPS
   for seed in range(_PAIRS):
     first = engine.submit(
       _request(_SHORT_TOKENS, 200 + seed, output_tokens=_OUTPUT_TOKENS)
@@ -173,8 +176,9 @@ def _steps_with_pulls(engine: Engine, pace: Pace) -> Iterator[dict[str, Any]]:
         break
     end_s = time.monotonic()
     engine.forget(second)
+    left = len(a.tokens)
     for _ in _steps(engine):
-      if a.state is State.DONE:
+      if a.state is State.DONE or len(a.tokens) > left + 50:
         break
     spans = [
       (e.start_s + a.timeline.arrival_s, e.end_s - e.start_s)
@@ -183,6 +187,7 @@ def _steps_with_pulls(engine: Engine, pace: Pace) -> Iterator[dict[str, Any]]:
     with_pulls = [s for at_s, s in spans if start_s <= at_s <= end_s]
     without = [s for at_s, s in spans if at_s < began_s or at_s > end_s]
     engine.forget(first)
+    assert with_pulls, 'the first request ended too soon'
     ratios.append(statistics.median(with_pulls) / statistics.median(without))
   yield results.summary_record(
     'step_time_with_pulls_over_without',
@@ -208,7 +213,7 @@ def _release(
     engine.generate(_request(_LONG_TOKENS, 0))
 
   def cancel(engine: Engine) -> None:
-    keys = [engine.submit(_request(_LONG_TOKENS, s)) for s in range(4)]
+    keys = [engine.submit(_request(_LONG_TOKENS, s)) for s in range(_PROMPTS)]
     last = engine.result(keys[-1])
     for _ in _steps(engine):
       if last.prefill_end_s is not None:
@@ -227,7 +232,7 @@ def _release(
         pulls=True,
       )
     )
-    for request in range(4):
+    for request in range(_PROMPTS):
       ids = jax.numpy.asarray(pair.prompt(_KIND, _LONG_TOKENS, request))
       submit = messages.Submit(
         request=request,
@@ -240,7 +245,7 @@ def _release(
       )
       channel.send(dataclasses.replace(submit, **change))
     wanted = messages.Done if held else messages.Failed
-    left, until_s = 4, time.monotonic() + _WAIT_S
+    left, until_s = _PROMPTS, time.monotonic() + _WAIT_S
     while left:
       channel.send(messages.Beat(sent_s=0.0))
       left -= isinstance(channel.receive(0.1), wanted)
