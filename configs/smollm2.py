@@ -21,6 +21,7 @@ def get_config(arg: str | None = None):
   values = config.base()
   values.study = 'smollm2'
   values.model.path = 'smollm2'
+  values.model.dtype = 'bfloat16'
   values.prompt_file = arg or 'book'
   # KL divergence of drafts 0.0015 instead of 0.0025 at the same bits, measured
   # by configs/codec_search.py.

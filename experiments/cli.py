@@ -26,6 +26,7 @@ Study = Callable[[config.Settings, results.Writer, display.Screen], None]
 USER_MISTAKE = 2
 _SEARCH = 'codec_search'
 PEER_LOST = 3
+_MOST_KEPT_BYTES = 1 << 30  # of compiled programs; the oldest go first
 _EXAMPLE = '--config=configs/demo.py --workdir=runs/demo'
 
 
@@ -168,6 +169,26 @@ def _make_devices(cpu_devices: int) -> None:
 
   with contextlib.suppress(RuntimeError):  # a notebook has made its backend
     jax.config.update('jax_num_cpu_devices', cpu_devices)
+  _keep_programs()
+
+
+def _keep_programs() -> None:
+  """Lets JAX keep what it compiles on disk, unless its own settings say where.
+
+  Without a place that can be written it compiles as ever.
+  """
+  import jax
+
+  if jax.config.jax_compilation_cache_dir is not None:
+    return
+  base = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+  place = os.path.join(base, 'lynx_jax', 'programs')
+  with contextlib.suppress(OSError):
+    os.makedirs(place, exist_ok=True)
+    if os.access(place, os.W_OK):
+      jax.config.update('jax_compilation_cache_dir', place)
+      jax.config.update('jax_compilation_cache_max_size', _MOST_KEPT_BYTES)
+      jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
 
 
 def parse(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict, str]:

@@ -14,7 +14,7 @@ target's distribution, teacher-forced on the model's bfloat16 continuation.
 import dataclasses
 import functools
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from flax import nnx
 
 from experiments import config, display, prompts, results, serving, summaries
 from lynx_jax import codec as codec_lib
+from lynx_jax import sampling
 from lynx_jax.config import (
   CodecConfig,
   ModelConfig,
@@ -64,7 +65,10 @@ def run(
   )
   with screen.step(f'loading {settings.model_path}'):
     model = serving.load(
-      settings.model_path, settings.model_dtype, settings.prefill_devices
+      settings.model_path,
+      settings.model_dtype,
+      settings.prefill_devices,
+      settings.model_tokenizer,
     )
   for candidate in search.candidates:
     check_together(model.config, candidate.codec, settings.engine)
@@ -327,14 +331,28 @@ class Oracle:
     and the target's of those before, as in a long round.
     """
     assert self.forced is not None
-    tail, parts = self._tail(), []
-    for row in range(0, self._tokens, _BLOCK):
-      tokens = self.forced[:, row : row + _BLOCK]
-      seen, _, tail = self._run(draft, tail, tokens, row)
-      wanted, _, tail = self._run(target, tail, tokens, row)
-      parts.append(fetch(self._compare(wanted, seen)))
+    parts = [
+      fetch(self._compare(wanted, seen))
+      for wanted, seen in self.logits(self.forced, target, draft)
+    ]
     kl, agree = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
     return kl.mean(axis=1).tolist(), agree.mean(axis=1).tolist()
+
+  def logits(
+    self, text: np.ndarray, target: Layers, draft: Layers
+  ) -> Iterator[tuple[Float32[Array, 'B T V'], Float32[Array, 'B T V']]]:
+    """Yields the logits of both, block by block of a text they are forced on.
+
+    Args:
+      text: i32[B, tokens], a row a prompt.
+      target, draft: the prompts' KV as either reads it.
+    """
+    tail = self._tail()
+    for row in range(0, self._tokens, _BLOCK):
+      tokens = text[:, row : row + _BLOCK]
+      seen, _, tail = self._run(draft, tail, tokens, row)
+      wanted, _, tail = self._run(target, tail, tokens, row)
+      yield wanted, seen
 
   def accept(
     self, target: Layers, draft: Layers
@@ -395,7 +413,7 @@ def _pass_program(graphs: cached.Graphs):
   def run(params, prompt, tail, tokens, lengths, first):
     model = nnx.merge(graphs.model, params)
     logits, tail = forward(model, prompt, tail, tokens, lengths, first)
-    return logits, cached.greedy(logits), tail
+    return logits, sampling.greedy(logits), tail
 
   return program(run, name='pass', donate=(2,))
 
@@ -422,12 +440,12 @@ def forward(
   h, written = model.embed(tokens), []
   for layer, (k, v), rest in zip(model.layers, prompt, tail, strict=True):
 
-    def attend(q, new_k, new_v, k=k, v=v, rest=rest):
+    def attend(q, new_k, new_v, k=k, v=v, rest=rest, rule=layer.rule):
       rest = tuple(
         _write(buffer, new, first)
         for buffer, new in zip(rest, (new_k, new_v), strict=True)
       )
-      return _attention(q, (k, v), rest, lengths, row), rest
+      return _attention(q, (k, v), rest, lengths, row, rule), rest
 
     h, rest = layer(h, lengths[:, None] + row, attend)
     written.append(rest)
@@ -444,21 +462,32 @@ def _write(buffer, new, first):
   return buffer
 
 
-def _attention(q, prompt, tail, lengths, row):
-  """Attends to the whole prompt, and to the tail up to each row's own."""
+def _attention(q, prompt, tail, lengths, row, rule):
+  """Attends to the prompt, and to the tail up to each row's own, by a rule."""
   batch, rows, heads, head_dim = q.shape
   kv_heads = tail[0].shape[1]
   x = q.astype(jnp.float32).reshape(batch, rows, kv_heads, -1, head_dim)
   x = x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
 
-  def scores(k, limit):  # B K TG S; limit: B T
+  first = rule.first_tokens(lengths[:, None] + row)
+
+  def scores(k, limit, start):  # B K TG S; limit: B T; start: B 1
     token = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
-    seen = jnp.repeat(token < limit[:, :, None], heads // kv_heads, axis=1)
-    found = jnp.einsum('bkrh,bksh->bkrs', x, k) * np.float32(head_dim**-0.5)
+    seen = token < limit[:, :, None]
+    if first is not None:
+      seen = seen & (start[:, :, None] + token >= first[:, :, None])
+    seen = jnp.repeat(seen, heads // kv_heads, axis=1)
+    found = jnp.einsum('bkrh,bksh->bkrs', x, k) * np.float32(rule.logits_scale)
+    if rule.soft_cap is not None:
+      cap = np.float32(rule.soft_cap)
+      found = cap * jnp.tanh(found / cap)
     return jnp.where(seen[:, None], found, -jnp.inf)
 
   prefix = jnp.broadcast_to(lengths[:, None], row.shape)
-  both = [scores(prompt[0], prefix), scores(tail[0], row + 1)]
+  both = [
+    scores(prompt[0], prefix, jnp.zeros_like(lengths)[:, None]),
+    scores(tail[0], row + 1, lengths[:, None]),
+  ]
   weights = jax.nn.softmax(jnp.concatenate(both, axis=-1), axis=-1)
   cut = prompt[0].shape[2]
   out = jnp.einsum('bkrs,bksh->bkrh', weights[..., :cut], prompt[1])
@@ -473,4 +502,4 @@ def _divergence(
   """Returns KL(target ‖ draft) and whether the most likely tokens agree."""
   p, q = jax.nn.log_softmax(target), jax.nn.log_softmax(draft)
   kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
-  return kl, cached.greedy(target) == cached.greedy(draft)
+  return kl, sampling.greedy(target) == sampling.greedy(draft)

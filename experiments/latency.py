@@ -44,7 +44,10 @@ def run(
   """
   with screen.step(f'loading {settings.model_path}'):
     model = serving.load(
-      settings.model_path, settings.model_dtype, settings.prefill_devices
+      settings.model_path,
+      settings.model_dtype,
+      settings.prefill_devices,
+      settings.model_tokenizer,
     )
   texts = {
     file: prompts.cut(
@@ -197,9 +200,12 @@ class _Study:
         if scheme.codec in by_codec:
           continue
         engine = self._lines[scheme.name].engine
-        known = known or engine.compute(prompt)
+        known = known or engine.compute(prompt, self._settings.sampling)
         by_codec[scheme.codec] = engine.reference(
-          prompt, self._settings.output_tokens, known
+          prompt,
+          self._settings.output_tokens,
+          known,
+          sampling=self._settings.sampling,
         )
     return {s.name: by_codec[s.codec] for s in self._settings.schemes}
 
@@ -245,6 +251,7 @@ class _Study:
           output_tokens=self._settings.output_tokens,
           form=form,
           mode=mode,
+          sampling=self._settings.sampling,
         ),
         shown,
       )
@@ -276,6 +283,7 @@ class _Study:
       link_gbps=case.rate_gbps,
       rtt_ms=case.rtt_ms,
       seed=self._settings.seed,
+      sampling=dataclasses.asdict(self._settings.sampling),
       **self._environment,
     )
     self._writer.write(record)
@@ -303,7 +311,12 @@ class _Study:
       for file, prompt in self._texts.items():
         with self._screen.step(f'acceptance on {file}'):
           result = line.engine.generate(
-            Request(prompt=prompt, output_tokens=tokens, streamed=False)
+            Request(
+              prompt=prompt,
+              output_tokens=tokens,
+              streamed=False,
+              sampling=self._settings.sampling,
+            )
           )
         record = results.acceptance_record(
           f'{file}/acceptance',

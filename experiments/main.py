@@ -13,7 +13,10 @@ Any field can be set on the command line:
     --config.codec.k=4,4              widths of the bit planes, Anchor first
     --config.link.rate_gbps=R         rate of the link; without it the rate
                                       follows from --config.link.share
-    --config.model.path=FILE          a .gguf file or Hugging Face directory
+    --config.model.path=PATH          a .gguf file, a Hugging Face directory, a
+                                      gs:// address or a hub id; docs/models.md
+    --config.sampling.temperature=T   samples, with top_k, top_p, min_p and seed
+                                      beside it; 0 is greedy
 
 Prefill can run in a process of its own, on this machine or another one, over
 an emulated link or, with --config.link.emulated=False, over the real one:
@@ -24,6 +27,10 @@ an emulated link or, with --config.link.emulated=False, over the real one:
     --token_file=FILE                 a token that both sides must know
     --certificate=PEM --key=PEM       TLS of the control channel, on either
     --authority=PEM                   side; payloads are not encrypted
+
+Compiled programs are kept in ~/.cache/lynx_jax for the next run.
+JAX_COMPILATION_CACHE_DIR=DIR moves that, JAX_ENABLE_COMPILATION_CACHE=false
+keeps none.
 
 Results are appended to WORKDIR/results.jsonl. A mistake of yours ends with one
 line that says what to change, and exit code 2; a lost prefill process with 3;

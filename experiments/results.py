@@ -58,9 +58,9 @@ REQUEST_FIELDS = (
   'versions',
   'seed',
 )
-# Besides the contract: what a reader needs to pair records, and (drafted,
-# accepted) of every verification.
-EXTRA_FIELDS = ('request', 'repeat', 'prompt', 'form', 'rounds')
+# Besides the contract: what a reader needs to pair records, (drafted, accepted)
+# of every verification, and the fields of the request's sampling.
+EXTRA_FIELDS = ('request', 'repeat', 'prompt', 'form', 'rounds', 'sampling')
 
 # How a figure came to be: it ran here, the compiler counted it, or a model or
 # an assumption enters.

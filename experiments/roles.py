@@ -95,7 +95,11 @@ def serve(
   assert options.listen is not None
   host, _ = _numeric(options.listen)
   with screen.step(f'loading {settings.model_path}'):
-    model = serving.load(settings.model_path, settings.model_dtype)
+    model = serving.load(
+      settings.model_path,
+      settings.model_dtype,
+      tokenizer_path=settings.model_tokenizer,
+    )
   longest = max(tokens for _, tokens in settings.prompts)
   engine = dataclasses.replace(settings.engine, prompt_tokens=longest)
   int8 = config.scheme('int8', settings.schemes[0].codec)  # sets the rates

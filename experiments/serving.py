@@ -6,7 +6,6 @@ It chooses no order of runs and forms no figure over several of them.
 
 import contextlib
 import dataclasses
-import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from experiments import config, display, results
 from lynx_jax import timeline
 from lynx_jax.config import EngineConfig, ModelConfig, require
 from lynx_jax.engine import Engine, Form, Request, Result
-from lynx_jax.models import presets, weights
+from lynx_jax.models import paths, presets, weights
 from lynx_jax.models.tokenizer import Tokenizer
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.sender import PrefillSide
@@ -81,14 +80,20 @@ class Remote(Protocol):
     """Opens a session for one engine."""
 
 
-def load(path: str, dtype: str, prefill_devices: int | None = None) -> Model:
+def load(
+  path: str,
+  dtype: str,
+  prefill_devices: int | None = None,
+  tokenizer_path: str = '',
+) -> Model:
   """Loads a model onto the first device of each side.
 
   Args:
-    path: `smollm2`, `tiny`, a GGUF file or a Hugging Face directory.
+    path: `smollm2`, `tiny`, or what `weights.load` takes.
     dtype: of weights and activations.
     prefill_devices: how many devices, from the first on, belong to prefill,
       the others to decode; None is half of them.
+    tokenizer_path: a directory with `tokenizer.json`; '' is the model's own.
 
   Raises:
     ConfigError: the devices cannot be divided so.
@@ -110,12 +115,14 @@ def load(path: str, dtype: str, prefill_devices: int | None = None) -> Model:
     rngs = nnx.Rngs(params=0)
     model, tokenizer = Transformer(model_config, rngs=rngs), Bytes()
   else:
-    file = pathlib.Path(path)
     if path == 'smollm2':
-      file = weights.find_packaged_gguf()
+      path = str(weights.find_packaged_gguf())
+    file = paths.locate(path)
+    # Before the weights, which take longer.
+    words = paths.locate(tokenizer_path) if tokenizer_path else file
+    read = Tokenizer.from_directory if words.is_dir() else Tokenizer.from_gguf
+    tokenizer = read(words)
     model_config, model = weights.load(file, dtype=dtype, placement=first)
-    read = Tokenizer.from_directory if file.is_dir() else Tokenizer.from_gguf
-    tokenizer = read(file)
   graph, params = nnx.split(model)
   return Model(
     model_config,

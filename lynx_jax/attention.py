@@ -6,6 +6,9 @@ merged by the log of their exponentiated sums, as in flash-decoding
 (arXiv:2205.14135 §3.1 has the recursion).
 """
 
+import dataclasses
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,6 +17,32 @@ from lynx_jax.codec import PackedTensor
 from lynx_jax.kv_cache import Prefix, Rows, Tail
 from lynx_jax.pallas_kernels import split_attention
 from lynx_jax.shapes import Array, Bool, Float, Float32, Int32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+  """What becomes of q · k in a layer, and which tokens its rows see.
+
+  Attributes:
+    logits_scale: multiplies q · k.
+    soft_cap: bounds logits to cap · tanh(logit / cap); None does not.
+    window: a row sees so many tokens, its own included; None is all of them.
+  """
+
+  logits_scale: float
+  soft_cap: float | None = None
+  window: int | Int32[Array, ''] | None = None
+
+  def first_tokens(
+    self, positions: Int32[Array, 'B T']
+  ) -> Int32[Array, 'B T'] | None:
+    """Returns the first position that each row sees; None where it is 0.
+
+    With a window of 3: positions 0 1 2 3 4 see from 0 0 0 1 2 on.
+    """
+    if self.window is None:
+      return None
+    return jnp.maximum(positions - self.window + 1, 0)
 
 
 def attend(
@@ -27,6 +56,7 @@ def attend(
   rows: Rows,
   residual_tokens: Int32[Array, 'B'] | None,
   implementation: str | None,
+  rule: Rule | None = None,
 ) -> tuple[Float[Array, 'B T N H'], Tail]:
   """Writes the pass's KV into the tail, then attends over all segments.
 
@@ -40,6 +70,7 @@ def attend(
     rows: where the tokens stand.
     residual_tokens: see `split_attention`.
     implementation: of `split_attention`.
+    rule: of the layer; None scales by 1 / sqrt(H), and all tokens are seen.
 
   Returns:
     The attention output in q's dtype, and the tail with the new rows.
@@ -48,10 +79,21 @@ def attend(
     tail, layer, k.astype(tail.k.dtype), v.astype(tail.v.dtype), rows
   )
   position = rows.positions(q.shape[1])  # B T
-  scale = q.shape[-1] ** -0.5
+  if rule is None:
+    rule = Rule(logits_scale=q.shape[-1] ** -0.5)
+  logits: dict[str, Any] = {
+    'logits_scale': rule.logits_scale,
+    'soft_cap': rule.soft_cap,
+  }
+  first = rule.first_tokens(position)
   query = q.astype(jnp.float32)
   sinks = prefix.sinks_k.shape[2]
   start = rows.prefix_tokens[:, None]
+
+  def visible(held, token):  # B T S, of tokens that a slot holds or all hold
+    if first is None:
+      return held
+    return held & (token[:, None] >= first[:, :, None])
 
   parts = []
   if sinks:
@@ -61,10 +103,11 @@ def attend(
         query,
         prefix.sinks_k[layer],
         prefix.sinks_v[layer],
-        mask=jnp.broadcast_to(
-          (token < start)[:, None], (*position.shape, sinks)
+        mask=visible(
+          jnp.broadcast_to((token < start)[:, None], (*position.shape, sinks)),
+          token,
         ),
-        logits_scale=scale,
+        **logits,
       )
     )
   if isinstance(prefix.k, PackedTensor):
@@ -78,7 +121,8 @@ def attend(
         prefix_tokens=rows.prefix_tokens,
         residual_tokens=residual_tokens,
         sinks=sinks,
-        logits_scale=scale,
+        first_tokens=first,
+        **logits,
         implementation=implementation,
       )
     )
@@ -91,8 +135,11 @@ def attend(
         query,
         prefix.k[layer],
         prefix.v[layer],
-        mask=jnp.broadcast_to(held[:, None], (*position.shape, token.shape[1])),
-        logits_scale=scale,
+        mask=visible(
+          jnp.broadcast_to(held[:, None], (*position.shape, token.shape[1])),
+          token,
+        ),
+        **logits,
       )
     )
   token = start + jnp.arange(tail.k.shape[2], dtype=jnp.int32)[None]
@@ -101,8 +148,8 @@ def attend(
       query,
       tail.k[layer],
       tail.v[layer],
-      mask=token[:, None] <= position[:, :, None],
-      logits_scale=scale,
+      mask=visible(token[:, None] <= position[:, :, None], token),
+      **logits,
     )
   )
   return merge(parts).astype(q.dtype), tail
@@ -115,9 +162,11 @@ def dense_attention(
   *,
   mask: Bool[Array, 'B T S'],
   logits_scale: float,
+  soft_cap: float | None = None,
 ) -> tuple[Float32[Array, 'B T N H'], Float32[Array, 'B T N']]:
   """Attends to the masked-in tokens; returns (output, lse).
 
+  Scale and cap are those of a `Rule`.
   What is masked out may hold anything, NaN included. A row with nothing to
   attend to gives 0 and -inf.
   """
@@ -128,6 +177,8 @@ def dense_attention(
   v = jnp.where(seen, v.astype(jnp.float32), 0.0)
   q = q.reshape(batch, rows, kv_heads, -1, head_dim) * np.float32(logits_scale)
   scores = jnp.einsum('btkgh,bskh->bkgts', q, k)
+  if soft_cap is not None:
+    scores = np.float32(soft_cap) * jnp.tanh(scores / np.float32(soft_cap))
   scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
   top = jnp.max(scores, axis=-1, keepdims=True)
   top = jnp.where(top == -jnp.inf, 0.0, top)

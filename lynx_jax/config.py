@@ -47,12 +47,96 @@ class Order(enum.Enum):
   INTERLEAVED = 'interleaved'  # one queue: each unit's planes side by side
 
 
+class Activation(enum.Enum):
+  """The gate of the feed-forward."""
+
+  SILU = 'silu'
+  GELU_TANH = 'gelu_tanh'  # of Gemma; tanh approximates the error function
+
+
+class Scaling(enum.Enum):
+  """How RoPE frequencies are stretched beyond the context of pre-training."""
+
+  LINEAR = 'linear'  # all alike
+  LLAMA3 = 'llama3'  # slow ones, with a smooth transition
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+  """Stretched frequencies; see `transformer.rope_frequencies`.
+
+  Attributes:
+    kind: how.
+    factor: by which slow frequencies are divided.
+    low_freq_factor, high_freq_factor, original_context_tokens: of LLAMA3; it
+      divides frequencies of less than `low` turns in the original context, and
+      leaves those of more than `high` as they are.
+  """
+
+  kind: Scaling
+  factor: float
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  original_context_tokens: int = 8192
+
+  def __post_init__(self):
+    require(
+      self.factor >= 1, f'rope_scaling.factor={self.factor} must be at least 1'
+    )
+    require(
+      0 < self.low_freq_factor < self.high_freq_factor,
+      f'rope_scaling.low_freq_factor={self.low_freq_factor} must be positive '
+      f'and below high_freq_factor={self.high_freq_factor}',
+    )
+    require(
+      self.original_context_tokens > 0,
+      'rope_scaling.original_context_tokens='
+      f'{self.original_context_tokens} must be positive',
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalLayers:
+  """Layers whose rows see no more than the last `window` tokens.
+
+  Attributes:
+    window: tokens that a row sees, its own included.
+    layers: which; ascending.
+    rope_theta: their base of RoPE, never scaled; None is as in all layers.
+  """
+
+  window: int
+  layers: tuple[int, ...]
+  rope_theta: float | None = None
+
+  def __post_init__(self):
+    require(self.window > 0, f'local.window={self.window} must be positive')
+    require(
+      list(self.layers) == sorted(set(self.layers)) and bool(self.layers),
+      f'local.layers={self.layers} must be some layers in ascending order',
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """Dimensions of a decoder-only transformer of the Llama family.
 
-  Letters are those of `shapes`. `dtype` is that of weights and activations;
-  dense KV is always bfloat16.
+  Letters are those of `shapes`. What sets families apart are values:
+
+  Attributes:
+    rope_theta, rope_scaling: of all layers that `local` does not say else of.
+    local: layers with a sliding window, or None.
+    qkv_bias: whether Q, K and V have a bias (Qwen2).
+    qk_norm: whether each head of Q and K is normalised before RoPE (Qwen3).
+    post_norms: whether attention and feed-forward are normalised again before
+      they join the residual stream (Gemma).
+    activation: of the feed-forward.
+    embedding_scale: multiplies embeddings (Gemma), not the unembedding.
+    logits_scale: multiplies q · k; None is 1 / sqrt(H).
+    attention_soft_cap, final_soft_cap: bound logits to cap · tanh(logit / cap),
+      those of attention and those of tokens (Gemma 2).
+    dtype: of weights and activations; dense KV is always bfloat16, and norms
+      are always float32 (Gemma's 1 + w would lose bits).
   """
 
   name: str
@@ -65,7 +149,17 @@ class ModelConfig:
   vocab: int  # V
   context_tokens: int
   rope_theta: float = 10_000.0
+  rope_scaling: RopeScaling | None = None
+  local: LocalLayers | None = None
   rms_eps: float = 1e-5
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  post_norms: bool = False
+  activation: Activation = Activation.SILU
+  embedding_scale: float = 1.0
+  logits_scale: float | None = None
+  attention_soft_cap: float | None = None
+  final_soft_cap: float | None = None
   tied_embeddings: bool = True
   dtype: str = 'float32'
 
@@ -94,6 +188,40 @@ class ModelConfig:
       self.dtype in ('float32', 'bfloat16'),
       f'model.dtype={self.dtype!r} must be float32 or bfloat16',
     )
+    for name in (
+      'rope_theta',
+      'embedding_scale',
+      'logits_scale',
+      'attention_soft_cap',
+      'final_soft_cap',
+    ):
+      value = getattr(self, name)
+      require(
+        value is None or (value > 0 and math.isfinite(value)),
+        f'model.{name}={value} must be positive',
+      )
+    if self.local is not None:
+      require(
+        self.local.layers[0] >= 0 and self.local.layers[-1] < self.layers,
+        f'model.local.layers={self.local.layers} must be below '
+        f'layers={self.layers}',
+      )
+
+  @property
+  def layers_are_alike(self) -> bool:
+    """Whether all layers have one window and one RoPE."""
+    return self.local is None or len(self.local.layers) == self.layers
+
+  def window(self, layer: int) -> int | None:
+    """Returns the sliding window of a layer; None sees all tokens."""
+    local = self.local
+    return local.window if local and layer in local.layers else None
+
+  def rope(self, layer: int) -> tuple[float, RopeScaling | None]:
+    """Returns base and scaling of a layer's RoPE."""
+    if self.window(layer) and self.local and self.local.rope_theta is not None:
+      return self.local.rope_theta, None
+    return self.rope_theta, self.rope_scaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

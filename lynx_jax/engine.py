@@ -52,6 +52,7 @@ from lynx_jax.requests import (
   Retracted,
   State,
 )
+from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.sender import Computed, PrefillFailed, PrefillSide, Sender
 from lynx_jax.speculative import decode, draft_length
 from lynx_jax.speculative import slots as slots_lib
@@ -71,10 +72,16 @@ __all__ = [
   'Request',
   'Result',
   'Retracted',
+  'Sampling',
   'State',
   'Step',
 ]
 
+# An adapted draft length holds for so many rounds on the device, and follows
+# the acceptance of so many rounds before. Rounds without drafts count among
+# those: after a bad stretch drafts are tried again.
+_ADAPTED_ROUNDS = 8
+_RECENT_ROUNDS = 32
 _POLL_S = 0.02  # longest wait for an arrival before looking at the rest
 _UNBOUNDED = np.iinfo(np.int32).max
 _PLACE = program(slots_lib.place, name='place', donate=(0,))
@@ -263,17 +270,21 @@ class Engine:
     self._slots = _STOP(self._slots, np.int32(0))
     return seconds
 
-  def compute(self, prompt: Sequence[int]) -> Computed:
+  def compute(
+    self, prompt: Sequence[int], sampling: Sampling = GREEDY
+  ) -> Computed:
     """Prefills a prompt and nothing else; see `reference`."""
     self._require_idle('compute')
     self._check(prompt, 1)
-    return self._sender.compute(np.asarray(prompt, np.int32))
+    return self._sender.compute(np.asarray(prompt, np.int32), sampling=sampling)
 
   def reference(
     self,
     prompt: Sequence[int],
     output_tokens: int,
     computed: Computed | None = None,
+    *,
+    sampling: Sampling = GREEDY,
   ) -> list[int]:
     """Returns the reference output: no transfer, no drafts; slot 0 alone.
 
@@ -283,8 +294,9 @@ class Engine:
     Args:
       prompt: token ids.
       output_tokens: most tokens, token 1 included.
-      computed: what `compute` returned for the same prompt, perhaps of an
-        engine with another codec; it saves the prefill.
+      computed: what `compute` returned for the same prompt and sampling,
+        perhaps of an engine with another codec; it saves the prefill.
+      sampling: how tokens are chosen.
 
     Raises:
       ConfigError: the request does not fit the engine.
@@ -292,10 +304,16 @@ class Engine:
     """
     self._require_idle('reference')
     self._check(prompt, output_tokens)
-    computed = self._sender.compute(np.asarray(prompt, np.int32), computed)
+    computed = self._sender.compute(
+      np.asarray(prompt, np.int32), computed, sampling=sampling
+    )
     self._carry(self._sender.payloads(computed))
     self._start(
-      0, len(prompt), token=computed.token, output_tokens=output_tokens
+      0,
+      len(prompt),
+      token=computed.token,
+      output_tokens=output_tokens,
+      sampling=sampling,
     )
     tokens, self._cache, self._slots = decode.reference_decode(
       self._decoder, self._params, self._cache, self._slots
@@ -381,16 +399,24 @@ class Engine:
     events, self._events = self._events, []
     return events
 
-  def stream(self, request: Request) -> Iterator[Event]:
+  def stream(
+    self, request: Request, *, provisional: bool = True
+  ) -> Iterator[Event]:
     """Submits a request and yields its events until it has ended.
 
     Events of other requests are not shown here; their results are kept. Whoever
     stops iterating cancels the request.
+
+    Args:
+      request: what to run.
+      provisional: False holds tokens until they are committed: events are
+        `Committed`, whose `tokens` make up the text, and at last `Finished`.
     """
     key = self.submit(request)
     while True:
       for event in self.step():
-        if event.request == key:
+        held = isinstance(event, Provisional | Retracted) and not provisional
+        if event.request == key and not held:
           try:
             yield event
           except GeneratorExit:
@@ -463,6 +489,7 @@ class Engine:
         entry.id,
         entry.prompt,
         mode=entry.request.mode,
+        sampling=entry.request.sampling,
         deadline_s=entry.result.timeline.arrival_s + entry.request.deadline_s,
         timeline=entry.result.timeline,
       )
@@ -533,6 +560,7 @@ class Engine:
         entry.result.prompt_tokens,
         token=entry.token,
         output_tokens=entry.request.output_tokens,
+        sampling=entry.request.sampling,
       )
       entry.result.state = State.DRAFTING
       if self._has_residual:
@@ -542,7 +570,13 @@ class Engine:
       entry.result.state = State.DECODING
 
   def _start(
-    self, slot: int, prompt_tokens: int, *, token: int, output_tokens: int
+    self,
+    slot: int,
+    prompt_tokens: int,
+    *,
+    token: int,
+    output_tokens: int,
+    sampling: Sampling = GREEDY,
   ) -> None:
     self._slots = _PLACE(
       self._slots,
@@ -552,6 +586,7 @@ class Engine:
       np.int32(token),
       np.int32(output_tokens),
       self._decoder.end_tokens,
+      sampling.row(),
     )
 
   def _room(self, entry: _Entry) -> bool:
@@ -648,7 +683,8 @@ class Engine:
     elif drafts == 0 and (backlog or looks_up or not self._has_residual):
       self._cache, self._slots = self._decoder.verify(*arguments)
     else:
-      most = 1 if looks_up else _UNBOUNDED
+      adapts = self.config.draft_tokens is None
+      most = 1 if looks_up else _ADAPTED_ROUNDS if adapts else _UNBOUNDED
       self._cache, self._slots = self._decoder.rounds(*arguments, drafts, most)
     self._read(entries, Phase.VERIFY, start_s, draft_tokens=drafts)
 
@@ -666,7 +702,7 @@ class Engine:
     if self.costs is None:
       return self.config.verify_rows // 2
     return draft_length.best(
-      [r for e in entries for r in e.result.rounds],
+      [r for e in entries for r in e.result.rounds[-_RECENT_ROUNDS:]],
       draft_s=self.costs.draft_s,
       verify_s=self.costs.verify_s,
       most=self.config.verify_rows - 1,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lynx_jax import sampling as sampling_lib
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import (
   CodecConfig,
@@ -28,6 +29,7 @@ from lynx_jax.models import cached
 from lynx_jax.models.transformer import Layer, Transformer
 from lynx_jax.pallas_kernels import chunk_attention, split_kv
 from lynx_jax.programs import fetch, program
+from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.shapes import Array, BFloat16, Bool, Float, Int32
 
 
@@ -85,7 +87,7 @@ def prefill_layers(
   finite = []
   for index, layer in enumerate(layers):
 
-    def attend(q, k, v, index=index, kv=kv):
+    def attend(q, k, v, index=index, rule=layer.rule, kv=kv):
       at = (index, offset, 0, 0)
       kv = DenseKV(
         jax.lax.dynamic_update_slice(kv.k, k.astype(kv.k.dtype), at),
@@ -101,6 +103,9 @@ def prefill_layers(
         kv.v,
         layer=index,
         offset=offset,
+        logits_scale=rule.logits_scale,
+        soft_cap=rule.soft_cap,
+        window=rule.window,
         implementation=implementation,
       )
       return out.astype(q.dtype), kv
@@ -148,7 +153,7 @@ class Prompt:
     tokens: P.
     prefix_tokens: E.
     kv: dense keys and values of all layer groups.
-    token: the most likely token after those computed.
+    token: what follows those computed.
     split: token chunk → layer groups, for those that were split.
   """
 
@@ -180,13 +185,16 @@ class Prefill:
       graphs, engine.implementation
     )
 
-  def chunks(self, prompt: np.ndarray) -> Iterator[Prompt]:
+  def chunks(
+    self, prompt: np.ndarray, sampling: Sampling = GREEDY
+  ) -> Iterator[Prompt]:
     """Yields the growing `Prompt` each time a token chunk was computed.
 
     The device has finished the chunk when it is yielded.
 
     Args:
       prompt: i32[P] token ids, 1 <= P <= engine.prompt_tokens.
+      sampling: how token 1 is chosen.
 
     Raises:
       NonFiniteError: naming layers and tensors.
@@ -208,7 +216,13 @@ class Prefill:
         kv.append(dense)
         finite.append(good)
       state.kv = tuple(kv)
-      last = self._head(self._params, h, np.int32(len(part) - 1))
+      last = self._head(
+        self._params,
+        h,
+        np.int32(len(part) - 1),
+        np.int32(offset + len(part)),
+        sampling.row(),
+      )
       token, good = fetch((last, finite))
       good = np.concatenate(good)
       if not good.all():
@@ -264,9 +278,14 @@ def _programs(graphs: cached.Graphs, implementation: str | None):
       implementation=implementation,
     )
 
-  def head(params, h, row):
+  def head(params, h, row, position, samplings):
     last = jax.lax.dynamic_slice_in_dim(h, row, 1, axis=1)
-    return cached.greedy(nnx.merge(graphs.model, params).head(last))[0, 0]
+    logits = nnx.merge(graphs.model, params).head(last)
+    samplings = jax.tree.map(lambda x: x[None], samplings)
+    tokens = sampling_lib.choose(
+      logits, samplings, position[None, None], jnp.ones((1,), bool)
+    )
+    return tokens[0, 0]
 
   return (
     program(embed, name='prefill'),

@@ -23,6 +23,7 @@ from lynx_jax.config import ConfigError
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill
 from lynx_jax.requests import Mode
+from lynx_jax.sampling import Sampling
 from lynx_jax.sender import PrefillDone, PrefillFailed, Record, Sender
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport import control, digest, messages, pull
@@ -379,6 +380,7 @@ class _Session:
       name,
       prompt,
       mode=Mode(submitted.mode),
+      sampling=_sampling(submitted),
       deadline_s=math.inf if deadline_in_s is None else now_s + deadline_in_s,
       timeline=self._timelines[name],
     )
@@ -398,6 +400,10 @@ class _Session:
     modes = [mode.value for mode in Mode]
     if submitted.mode not in modes:
       return 'ConfigError', f'mode={submitted.mode!r} must be one of {modes}'
+    try:
+      _sampling(submitted)
+    except ConfigError as error:
+      return 'ConfigError', str(error)
     own = handshake.manifest_hash(self._wire, tokens)
     if own != submitted.manifest:
       return (
@@ -493,3 +499,10 @@ class _Session:
             text=str(error)[:2000],
           )
         )
+
+
+def _sampling(submitted: messages.Submit) -> Sampling:
+  temperature, top_k, top_p, min_p, seed = submitted.sampling
+  return Sampling(
+    temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+  )

@@ -25,6 +25,7 @@ from lynx_jax.patience import Patience, Policy
 from lynx_jax.prefill_server import PROBE
 from lynx_jax.programs import Read, fetch
 from lynx_jax.requests import Mode
+from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.sender import PrefillDone, PrefillFailed, Record
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport import control, digest, messages, pull
@@ -75,6 +76,7 @@ class _Request:
   id: int
   prompt: np.ndarray
   mode: Mode
+  sampling: Sampling
   deadline_s: float
   timeline: Timeline
   chunks: dict[tuple[int, int], Chunk]  # by token chunk and sequence
@@ -189,12 +191,19 @@ class RemotePrefill:
       if self._lost is not None:
         raise control.PeerLost(f'while it warmed up: {self._lost}')
 
-  def compute(self, tokens: np.ndarray, known: Any = None) -> Fetched:
+  def compute(
+    self,
+    tokens: np.ndarray,
+    known: Any = None,
+    *,
+    sampling: Sampling = GREEDY,
+  ) -> Fetched:
     """Fetches a whole prompt by a request of its own, at full speed.
 
     Args:
       tokens: the prompt.
       known: is not used: another codec's bits are of no help here.
+      sampling: how token 1 is chosen.
 
     Raises:
       TransferError, ConfigError: what made it fail.
@@ -206,7 +215,13 @@ class RemotePrefill:
     token = None
     with self._transport.unpaced():
       timeline = Timeline(time.monotonic())
-      self.submit(request, tokens, mode=Mode.OVERLAPPED, timeline=timeline)
+      self.submit(
+        request,
+        tokens,
+        mode=Mode.OVERLAPPED,
+        sampling=sampling,
+        timeline=timeline,
+      )
       try:
         chunks = len(self._requests[request].chunks)
         while token is None or chunks:
@@ -236,6 +251,7 @@ class RemotePrefill:
     prompt: np.ndarray,
     *,
     mode: Mode,
+    sampling: Sampling = GREEDY,
     deadline_s: float = math.inf,
     timeline: Timeline,
   ) -> None:
@@ -245,7 +261,9 @@ class RemotePrefill:
       for token_chunk in range(self._wire.token_chunks(len(prompt)))
       for c in self._wire.manifest(request, len(prompt), token_chunk)
     }
-    entry = _Request(request, prompt, mode, deadline_s, timeline, chunks)
+    entry = _Request(
+      request, prompt, mode, sampling, deadline_s, timeline, chunks
+    )
     self._transport.expect(
       request,
       chunks.values(),
@@ -646,6 +664,7 @@ class RemotePrefill:
         prompt=entry.prompt.astype('<i4').tobytes(),
         manifest=_hash(self._wire, len(entry.prompt)),
         mode=entry.mode.value,
+        sampling=dataclasses.astuple(entry.sampling),
         deadline_in_s=deadline_in_s,
         landed=tuple(
           place for place, c in entry.chunks.items() if c.key not in missing

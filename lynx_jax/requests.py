@@ -9,6 +9,7 @@ import enum
 import math
 from collections.abc import Sequence
 
+from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.timeline import Phase, Timeline
 
 
@@ -52,6 +53,7 @@ class Request:
     mode: when its transfer may start.
     streamed: somebody watches: results come after every round.
     deadline_s: seconds after submission by which it matters; orders transfers.
+    sampling: how tokens are chosen; the reference chooses them in the same way.
   """
 
   prompt: Sequence[int]
@@ -60,6 +62,7 @@ class Request:
   mode: Mode = Mode.OVERLAPPED
   streamed: bool = True
   deadline_s: float = math.inf
+  sampling: Sampling = GREEDY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +77,15 @@ class Provisional:
 
 @dataclasses.dataclass(frozen=True)
 class Committed:
-  """Tokens at positions below `upto` are final."""
+  """Tokens at positions below `upto` are final; `tokens` are the last of them.
+
+  All `tokens` that a request's events have brought are a prefix of its output.
+  """
 
   request: int
   upto: int
   at_s: float
+  tokens: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,10 +192,10 @@ class Result:
       events.append(Provisional(self.request, position, shown[position], at_s))
     if self.provisional_s is None and len(shown) > 1:
       self.provisional_s = at_s
-    fresh = len(committed) - len(self.tokens)
+    fresh = tuple(committed[len(self.tokens) :])
     if fresh:
-      events.append(Committed(self.request, len(committed), at_s))
-      self.commit_times_s += [at_s] * fresh
+      events.append(Committed(self.request, len(committed), at_s, fresh))
+      self.commit_times_s += [at_s] * len(fresh)
       self.timeline.add(Phase.COMMIT, now_s, upto=len(committed))
     self.tokens, self.shown = committed, shown
     return events

@@ -19,6 +19,7 @@ import numpy as np
 from lynx_jax import wire as wire_lib
 from lynx_jax.prefill import Prefill, Prompt
 from lynx_jax.requests import Mode
+from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport.courier import Cut, Incoming, Outgoing
 from lynx_jax.transport.links import Payload
@@ -60,7 +61,7 @@ class Computed(Protocol):
 
   @property
   def token(self) -> int:
-    """The most likely token after the prompt."""
+    """What follows the prompt."""
 
 
 class PrefillSide(Protocol):
@@ -73,13 +74,20 @@ class PrefillSide(Protocol):
   def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
     """Compiles what transfers need; yields a payload of every kind."""
 
-  def compute(self, tokens: np.ndarray, known: Any = None) -> Computed:
+  def compute(
+    self,
+    tokens: np.ndarray,
+    known: Any = None,
+    *,
+    sampling: Sampling = GREEDY,
+  ) -> Computed:
     """Computes a whole prompt at once, outside of all transfers.
 
     Args:
       tokens: the prompt.
-      known: the same prompt as another engine's side computed it; it may save
-        the prefill.
+      known: the same prompt as another engine's side computed it, for the same
+        sampling; it may save the prefill.
+      sampling: how token 1 is chosen.
     """
 
   def payloads(self, computed: Any) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
@@ -91,6 +99,7 @@ class PrefillSide(Protocol):
     prompt: np.ndarray,
     *,
     mode: Mode,
+    sampling: Sampling = GREEDY,
     deadline_s: float = math.inf,
     timeline: Timeline,
   ) -> None:
@@ -111,6 +120,7 @@ class _Job:
   request: int
   prompt: np.ndarray
   mode: Mode
+  sampling: Sampling
   deadline_s: float
   timeline: Timeline
   computed: Prompt | None = None
@@ -156,18 +166,26 @@ class Sender(Generic[Wire]):
       (arrays,) = wire_lib.cut(self._wire, computed, 0, (part,))
       yield part, arrays
 
-  def compute(self, tokens: np.ndarray, known: Prompt | None = None) -> Prompt:
+  def compute(
+    self,
+    tokens: np.ndarray,
+    known: Prompt | None = None,
+    *,
+    sampling: Sampling = GREEDY,
+  ) -> Prompt:
     """Prefills and splits a prompt at once, in the calling thread.
 
     For warm-up and references; nothing is offered or timed.
 
     Args:
       tokens: the prompt.
-      known: the same prompt as another codec's sender computed it: its keys
-        and values are taken over, and split anew.
+      known: the same prompt as another codec's sender computed it, for the
+        same sampling: its keys, values and token are taken over, and split
+        anew.
+      sampling: how token 1 is chosen.
     """
     if known is None:
-      *_, known = self._prefill.chunks(tokens)
+      *_, known = self._prefill.chunks(tokens, sampling)
     end = self._wire.codec.prefix_end(len(tokens))
     computed = Prompt(len(tokens), end, known.kv, known.token)
     for token_chunk in range(self._wire.token_chunks(len(tokens)) - 1):
@@ -189,11 +207,12 @@ class Sender(Generic[Wire]):
     prompt: np.ndarray,
     *,
     mode: Mode,
+    sampling: Sampling = GREEDY,
     deadline_s: float = math.inf,
     timeline: Timeline,
   ) -> None:
     """Queues a prompt; its `timeline` gets the events of prefill and split."""
-    job = _Job(request, prompt, mode, deadline_s, timeline)
+    job = _Job(request, prompt, mode, sampling, deadline_s, timeline)
     self._jobs[request] = job
     self._waiting.put(job)
 
@@ -261,7 +280,9 @@ class Sender(Generic[Wire]):
       return
     overlapped = job.mode is Mode.OVERLAPPED
     start_s = time.monotonic()
-    for token_chunk, prompt in enumerate(self._prefill.chunks(job.prompt)):
+    for token_chunk, prompt in enumerate(
+      self._prefill.chunks(job.prompt, job.sampling)
+    ):
       if job.dropped.is_set():
         return
       job.computed = prompt

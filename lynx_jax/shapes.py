@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     Int32,
     UInt8,
     UInt16,
+    UInt32,
   )
 else:
   try:
@@ -49,6 +50,7 @@ else:
       Int32,
       UInt8,
       UInt16,
+      UInt32,
     )
   except ImportError:
 
@@ -58,7 +60,8 @@ else:
       def __class_getitem__(cls, _):
         return jax.Array
 
-    BFloat16 = Bool = Float = Float32 = Int8 = Int32 = UInt8 = UInt16 = _Plain
+    BFloat16 = Bool = Float = Float32 = Int8 = Int32 = _Plain
+    UInt8 = UInt16 = UInt32 = _Plain
 
 __all__ = [
   'Array',
@@ -70,4 +73,5 @@ __all__ = [
   'Int32',
   'UInt8',
   'UInt16',
+  'UInt32',
 ]

@@ -51,6 +51,8 @@ class Case:
   heads: int = 4
   kv_heads: int = 2
   rows: int = 3
+  window: int | None = None
+  soft_cap: float | None = None
 
   @property
   def prefix_tokens(self) -> np.ndarray:
@@ -68,6 +70,12 @@ CASES = {
   'rotated-token': Case(k=ROTATED_TOKEN, v=ROTATED_TOKEN, group=128),
   'unlike': Case(k=TensorCodec(planes=(2, 2, 4)), v=ROTATED_TOKEN, sinks=0),
   'k-deeper': Case(v=TensorCodec(planes=(4,)), rows=1),
+  # Rows see the tail and the end of a group that some rows do not see; the
+  # sinks and whole groups before are out of reach.
+  'window': Case(window=40, soft_cap=2.0),
+  'dense-window': Case(k=DENSE, v=DENSE, window=40, soft_cap=2.0),
+  # Of slot 0 the first row sees three sinks, the second two, the third one.
+  'window-in-sinks': Case(window=75),
 }
 
 
@@ -116,7 +124,9 @@ def _rows(case: Case, active=(True, True, True)) -> Rows:
 
 
 @functools.cache
-def _program(layer: int, by_length: bool):
+def _program(
+  layer: int, by_length: bool, window: int | None, soft_cap: float | None
+):
   def run(q, k, v, prefix, tail, rows, residual_tokens):
     return attention.attend(
       q,
@@ -128,6 +138,9 @@ def _program(layer: int, by_length: bool):
       rows=rows,
       residual_tokens=residual_tokens if by_length else None,
       implementation=None,
+      rule=attention.Rule(
+        logits_scale=HEAD_DIM**-0.5, soft_cap=soft_cap, window=window
+      ),
     )
 
   return programs.program(run, name='attend')
@@ -140,7 +153,9 @@ def _attend(case, prefix, tail, *, layer=1, residual_tokens=None, rows=None):
   rows = _rows(case) if rows is None else rows
   return jax.tree.map(
     np.asarray,
-    _program(layer, by_length)(*_qkv(case), prefix, tail, rows, limits),
+    _program(layer, by_length, case.window, case.soft_cap)(
+      *_qkv(case), prefix, tail, rows, limits
+    ),
   )
 
 
@@ -180,11 +195,14 @@ def _oracle(case, *, layer=1, depth=None, residual_tokens=None):
     keys, values = held('k', k, slot), held('v', v, slot)
     for row in range(case.rows):
       seen = case.first[slot] + row + 1
-      scores = np.einsum('nh,snh->ns', q[slot, row], keys[:seen])
+      lost = max(0, seen - case.window) if case.window else 0
+      scores = np.einsum('nh,snh->ns', q[slot, row], keys[lost:seen])
       scores /= np.sqrt(HEAD_DIM)
+      if case.soft_cap:
+        scores = case.soft_cap * np.tanh(scores / case.soft_cap)
       weights = np.exp(scores - scores.max(axis=1, keepdims=True))
       weights /= weights.sum(axis=1, keepdims=True)
-      out[slot, row] = np.einsum('ns,snh->nh', weights, values[:seen])
+      out[slot, row] = np.einsum('ns,snh->nh', weights, values[lost:seen])
   return out
 
 
@@ -243,29 +261,34 @@ def test_residual_tokens_at_the_ends(name, limit):
 def _poison(case: Case, prefix: Prefix, tail: Tail) -> tuple[Prefix, Tail]:
   """Spoils all that no row may see, and the other layer."""
   first, start = case.first, case.prefix_tokens
+  lost = np.zeros(3, int)  # tokens that even the first row does not see
+  if case.window:
+    lost = np.maximum(0, first + 1 - case.window)
 
-  def spoil(x, valid):
-    """Keeps x[1, slot, : valid[slot]]."""
+  def spoil(x, valid, lost=(0, 0, 0)):
+    """Keeps x[1, slot, lost[slot] : valid[slot]]."""
     x = np.array(x)
     bad = np.uint8(0xFF) if x.dtype == np.uint8 else nan.astype(x.dtype)
     x[0] = bad
-    for slot, count in enumerate(valid):
+    for slot, (gone, count) in enumerate(zip(lost, valid, strict=True)):
       x[1, slot, count:] = bad
+      x[1, slot, :gone] = bad
     return jnp.asarray(x)
 
-  def by_group(x, valid):  # L B K n·rows …: the groups stand behind the heads
+  def by_group(x, valid, rows=1):  # L B K n·rows …: groups behind the heads
     x = np.swapaxes(np.asarray(x), 2, 3)
-    return jnp.swapaxes(spoil(x, valid), 2, 3)
+    gone = lost // case.group * rows
+    return jnp.swapaxes(spoil(x, valid * rows, gone), 2, 3)
 
   def spoil_prefix(x):
     if not isinstance(x, PackedTensor):
-      return spoil(x, start)
+      return spoil(x, start, lost)
     groups = start // case.group
     rows = [p.shape[-2] // x.groups for p in x.planes]
     return dataclasses.replace(
       x,
       planes=tuple(
-        by_group(p, groups * r) for p, r in zip(x.planes, rows, strict=True)
+        by_group(p, groups, r) for p, r in zip(x.planes, rows, strict=True)
       ),
       scale=by_group(x.scale, groups),
       offset=by_group(x.offset, groups),
@@ -276,8 +299,8 @@ def _poison(case: Case, prefix: Prefix, tail: Tail) -> tuple[Prefix, Tail]:
     Prefix(
       spoil_prefix(prefix.k),
       spoil_prefix(prefix.v),
-      spoil(prefix.sinks_k, sinks),
-      spoil(prefix.sinks_v, sinks),
+      spoil(prefix.sinks_k, sinks, lost),
+      spoil(prefix.sinks_v, sinks, lost),
     ),
     Tail(*(spoil(x, first - start) for x in (tail.k, tail.v))),
   )

@@ -150,6 +150,11 @@ def test_several_modes_and_doubled_names():
     ({'faults__peer': 'hang@pull:1'}, "faults.peer='hang' must be one of"),
     ({'faults__peer': 'kill@pul:1'}, "did you mean 'pull'"),
     ({'faults__peer': 'kill@pull:0'}, 'faults count=0 must be 1 or more'),
+    ({'sampling__temperature': -1.0}, 'sampling.temperature=-1.0 must be 0'),
+    ({'sampling__top_p': 0.0}, 'sampling.top_p=0.0 must be above 0'),
+    ({'sampling__top_k': -1}, 'sampling.top_k=-1 must be 0'),
+    ({'sampling__min_p': 1.5}, 'sampling.min_p=1.5 must be in 0'),
+    ({'sampling__seed': -1}, 'sampling.seed=-1 must be in 0..'),
   ],
 )
 def test_a_wrong_value_is_named_with_its_remedy(fields, message):

@@ -14,6 +14,7 @@ from flax import nnx
 from lynx_jax import programs
 from lynx_jax.config import ConfigError
 from lynx_jax.engine import (
+  Committed,
   Costs,
   Finished,
   Form,
@@ -22,6 +23,7 @@ from lynx_jax.engine import (
   State,
 )
 from lynx_jax.prefill import NonFiniteError, Prefill
+from lynx_jax.timeline import Phase
 from lynx_jax.transport import courier, links, scheduler
 from lynx_jax.transport.streams import Stream, TransferError
 from tests import engines
@@ -74,6 +76,27 @@ def _finish(bench) -> list:
   while bench.engine.busy:
     events += bench.engine.step()
   return [*events, *bench.engine.step()]
+
+
+@pytest.mark.parametrize('sampling', engines.SAMPLINGS[:2])
+def test_a_stream_that_holds_tokens_only_ever_shows_what_is_final(
+  bench, sampling
+):
+  expected = bench.reference(engines.prompt(150), sampling)
+  bench.configure(draft_tokens=3)
+  bench.script = engines.trickle(0)
+  request = _request(150, sampling=sampling)
+  tokens: list[int] = []
+  *events, last = bench.engine.stream(request, provisional=False)
+  for event in events:
+    assert isinstance(event, Committed)
+    tokens += event.tokens
+    assert len(tokens) == event.upto
+    assert tokens == expected[: event.upto]
+  assert tokens == expected
+  assert isinstance(last, Finished)
+  result = bench.engine.forget(last.request)
+  assert result.timeline.events(Phase.DRAFT)  # there was something to hold
 
 
 REACHED_BY = {
@@ -305,6 +328,19 @@ def test_unwatched_requests_decode_in_one_call_with_drafts(bench):
   # Token 1, one backlog round, then everything at once.
   assert len(set(result.commit_times_s)) <= 3
   assert any(drafted == 3 for drafted, _ in result.rounds[1:])
+
+
+def test_an_adapted_draft_length_is_chosen_anew_every_few_rounds(bench):
+  expected = bench.reference(engines.prompt(200))
+  # Drafts cost too much: every round commits one token.
+  bench.configure(draft_tokens=None, costs=Costs(1.0, 0.01, 1.0))
+  bench.script = list
+  result = bench.engine.generate(_request(200, streamed=False))
+  assert result.tokens == expected
+  _, *calls = result.timeline.events(Phase.VERIFY)  # the first has a backlog
+  assert len(calls) > 1
+  assert {event.detail['draft_tokens'] for event in calls} == {0}
+  assert max(event.detail['committed'] for event in calls) == 8
 
 
 def test_nothing_is_compiled_after_warm_up():

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lynx_jax import codec as codec_lib
 from lynx_jax import engine as engine_lib
+from lynx_jax import kv_cache
 from lynx_jax.config import (
   Axis,
   CodecConfig,
@@ -28,8 +30,10 @@ from lynx_jax.config import (
   TensorCodec,
 )
 from lynx_jax.engine import Engine, Event, Request, State
+from lynx_jax.kv_cache import Cache
 from lynx_jax.models import presets, transformer
 from lynx_jax.models.transformer import Transformer
+from lynx_jax.sampling import GREEDY, Sampling, Samplings
 from lynx_jax.transport import courier, links
 from lynx_jax.transport.streams import Stream
 
@@ -142,6 +146,20 @@ SETUPS = {
 }
 
 
+# Ways to sample that really differ from each other over random weights.
+SAMPLINGS = (
+  GREEDY,
+  Sampling(temperature=0.8, seed=1),
+  Sampling(temperature=2.0, top_k=20, top_p=0.9, min_p=0.01, seed=2**32 - 1),
+)
+
+
+def side_by_side(*samplings: Sampling) -> Samplings:
+  """Returns the rows of requests that sample so, a slot each."""
+  rows = [each.row() for each in samplings]
+  return jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *rows)
+
+
 class Bench:
   """An engine whose transport follows `script`.
 
@@ -167,7 +185,7 @@ class Bench:
       setup.config,
       connect=self._connect if connect is None else connect,
     )
-    self._references: dict[bytes, list[int]] = {}
+    self._references: dict[tuple[bytes, Sampling], list[int]] = {}
 
   def _connect(self, cut: courier.Cut) -> courier.Transport:
     link = links.DeviceLink(DECODE_DEVICE)
@@ -193,12 +211,16 @@ class Bench:
     (end,) = ends or (-1,)
     self.engine._decoder.end_tokens = np.asarray([end], np.int32)
 
-  def reference(self, prompt: np.ndarray) -> list[int]:
+  def reference(
+    self, prompt: np.ndarray, sampling: Sampling = GREEDY
+  ) -> list[int]:
     """Returns the longest reference output, without an end token."""
-    key = prompt.tobytes()
+    key = prompt.tobytes(), sampling
     if key not in self._references:
       self.configure()
-      self._references[key] = self.engine.reference(prompt, OUTPUT_TOKENS)
+      self._references[key] = self.engine.reference(
+        prompt, OUTPUT_TOKENS, sampling=sampling
+      )
     return self._references[key]
 
 
@@ -241,6 +263,37 @@ def model(dtype: str = 'float32', layers: int = MODEL.layers) -> Transformer:
   return nnx.merge(graph, jax.tree.map(draw, state))
 
 
+def filled(cache: Cache) -> Cache:
+  """Returns a cache with 4 sinks, with random contents in every row."""
+  rng = np.random.default_rng(0)
+
+  def dense(x):
+    return jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16)
+
+  def prefix(x):
+    shape = (
+      *x.scale.shape[:2],
+      x.groups * x.group,
+      x.scale.shape[2],
+      x.head_dim,
+    )
+    values = jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    split = functools.partial(
+      codec_lib.split, codec=x.codec, group=x.group, sinks=4
+    )
+    return jax.jit(split)(values)
+
+  return Cache(
+    tuple(
+      kv_cache.Prefix(
+        prefix(p.k), prefix(p.v), dense(p.sinks_k), dense(p.sinks_v)
+      )
+      for p in cache.prefix
+    ),
+    jax.tree.map(dense, cache.tail),
+  )
+
+
 @functools.cache
 def bench(name: str) -> Bench:
   """Returns the engine of `SETUPS[name]`, always the same one."""
@@ -277,6 +330,7 @@ class Reader:
   def __init__(self, expected: Sequence[int] | None):
     self.expected = expected
     self.shown: list[int] = []
+    self.held: list[int] = []  # by one who waits for commits
     self.committed = 0
     self.finished: State | None = None
     self._at_s = 0.0
@@ -292,12 +346,14 @@ class Reader:
       case engine_lib.Retracted(start=start):
         assert self.committed <= start < len(self.shown)
         del self.shown[start:]
-      case engine_lib.Committed(upto=upto):
+      case engine_lib.Committed(upto=upto, tokens=tokens):
         assert self.committed < upto <= len(self.shown)
         self.committed = upto
+        self.held += tokens
       case engine_lib.Finished(state=state):
         self.finished = state
         assert len(self.shown) == self.committed
+    assert self.held == self.shown[: self.committed]
     if self.expected is not None:
       final = self.shown[: self.committed]
       assert final == self.expected[: self.committed]

@@ -17,11 +17,9 @@ import pytest
 from flax import nnx
 from hypothesis import strategies as st
 
-from lynx_jax import codec as codec_lib
 from lynx_jax import config as config_lib
 from lynx_jax import kv_cache, programs
 from lynx_jax.engine import Costs, Form, Mode, Request
-from lynx_jax.kv_cache import Cache
 from lynx_jax.models import cached
 from lynx_jax.speculative import decode
 from lynx_jax.speculative import slots as slots_lib
@@ -52,7 +50,7 @@ class _Pass:
       graphs, config_lib.layer_ranges(model.config, SETUP.config), rows=ROWS
     )
     cache = kv_cache.empty(model.config, SETUP.codec, SETUP.config)
-    self.cache = jax.device_put(_filled(cache), engines.DECODE_DEVICE)
+    self.cache = jax.device_put(engines.filled(cache), engines.DECODE_DEVICE)
 
     def whole(params, tokens, prefix, tail, rows):
       model = nnx.merge(graphs.model, params)
@@ -72,37 +70,6 @@ def _pass(dtype: str) -> _Pass:
   return _Pass(dtype)
 
 
-def _filled(cache: Cache) -> Cache:
-  """Returns the cache with random contents in every row."""
-  rng = np.random.default_rng(0)
-
-  def dense(x):
-    return jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16)
-
-  def prefix(x):
-    shape = (
-      *x.scale.shape[:2],
-      x.groups * x.group,
-      x.scale.shape[2],
-      x.head_dim,
-    )
-    values = jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-    split = functools.partial(
-      codec_lib.split, codec=x.codec, group=x.group, sinks=4
-    )
-    return jax.jit(split)(values)
-
-  return Cache(
-    tuple(
-      kv_cache.Prefix(
-        prefix(p.k), prefix(p.v), dense(p.sinks_k), dense(p.sinks_v)
-      )
-      for p in cache.prefix
-    ),
-    jax.tree.map(dense, cache.tail),
-  )
-
-
 def _slots(lengths=(150, 97, 20), drafts=(5, 3, 0), seed=0) -> slots_lib.Slots:
   """Returns slots with random tokens; their prefixes have 128, 64, 0 tokens."""
   rng = np.random.default_rng(seed)
@@ -117,6 +84,7 @@ def _slots(lengths=(150, 97, 20), drafts=(5, 3, 0), seed=0) -> slots_lib.Slots:
     drafts=jnp.asarray(tokens[:, 1:]),
     n_drafts=jnp.asarray(drafts, jnp.int32),
     n_out=jnp.ones((SLOTS,), jnp.int32),
+    samplings=engines.side_by_side(*engines.SAMPLINGS),
   )
   return jax.device_put(state, engines.DECODE_DEVICE)
 
@@ -141,11 +109,8 @@ def test_all_forms_of_the_verify_pass_give_the_same_bits(dtype):
     run.params, _copy(run.cache), _copy(slots), *arguments
   )
   logits, tail = run.logits(slots, wanted)
-  three = slots_lib.accept(
-    slots,
-    cached.greedy(logits),
-    jnp.asarray(wanted),
-    jnp.asarray(run.decoder.end_tokens),
+  three = decode.accept(
+    slots, logits, jnp.asarray(wanted), jnp.asarray(run.decoder.end_tokens)
   )
   _equal(by_group.tail, looped.tail)
   _equal(by_group.tail, tail)
@@ -236,6 +201,7 @@ def _batches(draw, name):
       mode=draw(st.sampled_from(Mode)),
       streamed=draw(st.booleans()),
       deadline_s=draw(st.sampled_from([0.1, 10.0])),
+      sampling=draw(st.sampled_from(engines.SAMPLINGS)),
     )
     requests.append((draw(st.integers(0, 12)), request))
   return (
@@ -265,7 +231,7 @@ def test_committed_tokens_are_the_reference(name):
     nonlocal drafted, accepted
     requests, policy, script, end_at, seed = batch
     full = [
-      bench.reference(np.asarray(request.prompt, np.int32))
+      bench.reference(np.asarray(request.prompt, np.int32), request.sampling)
       for _, request in requests
     ]
     ends = () if end_at is None else (full[0][end_at],)

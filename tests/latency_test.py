@@ -23,6 +23,8 @@ def study(tmp_path_factory):
     f'--config.mode={",".join(MODES)}',
     '--config.output_tokens=12',
     '--config.acceptance.output_tokens=20',
+    '--config.sampling.temperature=1.5',
+    '--config.sampling.seed=3',
   ]
   assert main.main(argv, latency.run) == 0
   return [*results.read(workdir / results.FILE)], workdir
@@ -45,6 +47,7 @@ def test_every_scheme_and_mode_equals_its_reference(study, scheme, mode):
   for record in verified:
     assert record['equal_to_reference'] is True
     assert record['output_tokens'] == 12
+    assert record['sampling']['temperature'] == 1.5
     assert record['ttft_provisional_s'] >= record['bound_ttft_s']
 
 

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from lynx_jax import sampling
 from lynx_jax.speculative import slots as slots_lib
 
 ROWS, DRAFTS, OUTPUTS = 4, 8, 16
+HOW = sampling.Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=2**32 - 1)
 ENDS = np.asarray([ord('E'), ord('F')], np.int32)
 place = jax.jit(slots_lib.place)
 stop = jax.jit(slots_lib.stop)
@@ -267,7 +269,7 @@ def test_append_draft():
 )
 def test_place(token, output_tokens, remaining):
   before = _slots(Slot('abc'), Slot('abc'))
-  state = place(before, 1, 64, 100, ord(token), output_tokens, ENDS)
+  state = place(before, 1, 64, 100, ord(token), output_tokens, ENDS, HOW.row())
   assert _host(state, 0) == Slot('abc')
   assert _host(state, 1) == Slot('', token, remaining)
   assert _rounds(state, 1) == []

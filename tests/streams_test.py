@@ -67,6 +67,7 @@ recipes = st.fixed_dictionaries(
     'recent_tokens': st.sampled_from((0, 1, 16, 64, 100)),
     'pairs': st.lists(tensor_pairs(), min_size=6, max_size=6),
     'overridden': st.lists(st.booleans(), min_size=5, max_size=5),
+    'window': st.sampled_from((None, 1, 2, 100, 129, 300)),
   }
 )
 
@@ -79,6 +80,11 @@ def wire_of(recipe) -> streams.WireFormat:
 
   r = recipe
   model = model_of(r['layers'], r['kv_heads'])
+  if r['window']:
+    local = config.LocalLayers(
+      window=r['window'], layers=tuple(range(0, r['layers'], 2))
+    )
+    model = dataclasses.replace(model, local=local)
   engine = config.EngineConfig(
     prompt_tokens=2048,
     token_chunk=r['group'] * r['groups_a_chunk'],
@@ -119,6 +125,12 @@ def whole(wire, prompt_tokens, request=0, generation=0):
   ]
 
 
+def travels(wire, layer, prompt_tokens, last):
+  """Whether a token is seen by the first row of decode, which sees the most."""
+  window = wire.model.window(layer)
+  return window is None or last > prompt_tokens - window
+
+
 def expected_units(wire, prompt_tokens):
   """Lists what a request consists of, segment by segment."""
   end = wire.codec.prefix_end(prompt_tokens)
@@ -127,9 +139,15 @@ def expected_units(wire, prompt_tokens):
   for layer_group, (start, stop) in enumerate(ranges):
     k, v = wire.codec.of_layer(start)
     for layer in range(stop - start):
-      if end and wire.codec.sinks:
+      sinks, group = wire.codec.sinks, wire.codec.group
+      if (
+        end and sinks and travels(wire, start + layer, prompt_tokens, sinks - 1)
+      ):
         units.append((streams.Segment.SINKS, 0, layer_group, layer, 0))
-      for index in range(end // wire.codec.group):
+      for index in range(end // group):
+        last = (index + 1) * group - 1
+        if not travels(wire, start + layer, prompt_tokens, last):
+          continue
         for plane in range(max(1, len(k.planes), len(v.planes))):
           units.append(
             (streams.Segment.PREFIX, plane, layer_group, layer, index)
@@ -143,17 +161,20 @@ def expected_bytes(wire, prompt_tokens):
   """The closed formula of the issue, tensor by tensor."""
   m, c = wire.model, wire.codec
   end = c.prefix_end(prompt_tokens)
-  groups = end // c.group
   anchor = residual = 0
   for layer in range(m.layers):
+    ends = range(c.group - 1, end, c.group)
+    groups = sum(travels(wire, layer, prompt_tokens, last) for last in ends)
+    has_sinks = end and travels(wire, layer, prompt_tokens, c.sinks - 1)
+    sent = groups * c.group
     for tensor in c.of_layer(layer):
       row = m.kv_heads * m.head_dim * 2
-      anchor += (c.sinks if end else 0) * row
+      anchor += (c.sinks if has_sinks else 0) * row
       anchor += math.ceil((prompt_tokens - end) / 16) * 16 * row
       if not tensor.planes:
-        anchor += end * row
+        anchor += sent * row
         continue
-      widths = [w * m.kv_heads * m.head_dim * end // 8 for w in tensor.planes]
+      widths = [w * m.kv_heads * m.head_dim * sent // 8 for w in tensor.planes]
       channel = tensor.axis is config.Axis.CHANNEL
       along = m.head_dim if channel else c.group
       anchor += widths[0] + groups * 2 * 2 * m.kv_heads * along

@@ -171,6 +171,17 @@ def test_a_template_that_writes_bos_does_not_double_it():
   assert ids.count(0) == 1
 
 
+def test_a_saved_tokenizer_is_the_same(tmp_path):
+  """Of a GGUF, which has no tokenizer.json."""
+  real().save(tmp_path)
+  saved = Tokenizer.from_directory(tmp_path)
+  for field in ('vocab', 'bos', 'ends', 'chat_template', 'special_text'):
+    assert getattr(saved, field) == getattr(real(), field), field
+  for text, ids in zip(TEXTS, TOKENS['markup'], strict=True):
+    assert saved.encode_markup(text) == ids, text
+    assert saved.encode(text) == real().encode(text), text
+
+
 def test_a_damaged_directory_is_refused(tmp_path):
   path = pathlib.Path(shutil.copytree(GOLDENS / 'tiny_llama', tmp_path / 'm'))
   options = json.loads((path / 'tokenizer_config.json').read_text('utf-8'))

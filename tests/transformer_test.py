@@ -186,7 +186,8 @@ def test_only_distances_matter_to_rope():
 
   def scores(first):
     at = jnp.arange(first, first + 6, dtype=jnp.int32)[None]
-    a, b = (transformer.rope(x, at, 10_000.0) for x in (q, k))
+    frequency = jnp.asarray(transformer.rope_frequencies(64, 1e4, None))
+    a, b = (transformer.rope(x, at, frequency) for x in (q, k))
     return jnp.einsum('btkh,bskh->bkts', a, b)
 
   # Angles near 4,000 are rounded to 2.4e-4.

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tracemalloc
 
 import gguf
 import jax
@@ -17,7 +18,7 @@ import safetensors.numpy
 from flax import nnx
 
 from lynx_jax import config as config_lib
-from lynx_jax.models import errors, gguf_file, presets, weights
+from lynx_jax.models import errors, gguf_file, paths, presets, weights
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens'
 SINGLE, SHARDED = GOLDENS / 'tiny_llama', GOLDENS / 'tiny_llama_sharded'
@@ -56,7 +57,9 @@ def parameters(model) -> dict:
   }
 
 
-def write_gguf(path, *, architecture='llama', edit=None, metadata=None):
+def write_gguf(
+  path, *, architecture='llama', edit=None, metadata=None, kind=None
+):
   """Writes the single-file checkpoint as a GGUF, permuted as llama.cpp does."""
   tensors = safetensors.numpy.load_file(SINGLE / 'model.safetensors')
   names = {
@@ -105,7 +108,11 @@ def write_gguf(path, *, architecture='llama', edit=None, metadata=None):
     add = {int: writer.add_uint32, float: writer.add_float32}
     add.get(type(value), writer.add_string)(f'llama.{key}', value)
   for name, value in converted.items():
-    writer.add_tensor(name, value)
+    if kind is not None and value.ndim > 1 and value.shape[-1] % 32 == 0:
+      value = gguf.quants.quantize(value, kind)
+      writer.add_tensor(name, value, raw_dtype=kind)
+    else:
+      writer.add_tensor(name, value)
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
@@ -139,10 +146,11 @@ def test_a_package_without_the_file_is_refused(monkeypatch):
     weights.find_packaged_gguf()
 
 
-def test_optional_packages_are_named_when_absent(monkeypatch):
-  monkeypatch.setitem(sys.modules, 'safetensors', None)
+def test_optional_packages_are_named_when_absent(tmp_path, monkeypatch):
+  path = write_gguf(tmp_path / 'model.gguf')
+  monkeypatch.setitem(sys.modules, 'gguf', None)
   with pytest.raises(errors.MissingPackageError, match=r'lynx-jax\[weights\]'):
-    weights.load(SINGLE)
+    weights.load(path)
 
 
 def test_importing_needs_no_optional_package():
@@ -269,7 +277,8 @@ def test_values_that_are_not_finite_are_refused(checkpoint):
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'model_type': 'gemma3'}, "model_type is 'gemma3'"),
+    ({'model_type': 'gpt2'}, "model_type is 'gpt2', must be one of llama, "),
+    ({'model_type': ['llama']}, 'must be one of llama'),
     ({'model_type': 'REMOVE'}, 'model_type is None'),
     ({'hidden_size': 'REMOVE'}, 'hidden_size=None must be'),
     ({'hidden_size': '48'}, "hidden_size='48' must be"),
@@ -278,10 +287,30 @@ def test_values_that_are_not_finite_are_refused(checkpoint):
     ({'attention_bias': True}, 'attention_bias=True is not supported'),
     ({'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported"),
     (
-      {'rope_scaling': {'type': 'linear', 'factor': 2}, 'rope_parameters': {}},
+      {'rope_scaling': {'type': 'yarn', 'factor': 2}, 'rope_parameters': {}},
+      "rope_type='yarn' is not supported",
+    ),
+    ({'rope_parameters': {'rope_type': 'llama3'}}, 'factor=None must be'),
+    (
+      {'rope_parameters': {'rope_type': 'linear', 'factor': 0.5}},
+      'factor=0.5 must be at least 1',
+    ),
+    (
+      {'rope_parameters': {'partial_rotary_factor': 0.5}},
+      'partial_rotary_factor=0.5 is not supported',
+    ),
+    (
+      {'rope_parameters': {'sliding_attention': {'rope_type': 'linear'}}},
       "rope_type='linear' is not supported",
     ),
-    ({'rope_parameters': {'rope_type': 'llama3'}}, "rope_type='llama3'"),
+    ({'sliding_window': 8}, 'sliding_window=8 is not supported'),
+    ({'layer_types': ['chunked_attention'] * 3}, "layer_types='chunked_att"),
+    ({'layer_types': ['full_attention']}, 'layer_types must be a list of 3'),
+    (
+      {'layer_types': ['sliding_attention'] * 3},
+      'sliding_window=None must be a positive integer',
+    ),
+    ({'model_type': 'gemma3'}, 'num_hidden_layers=None must be'),
     ({'rope_parameters': 7}, 'must be a dict'),
     ({'quantization_config': {'bits': 4}}, 'quantization_config='),
     ({'head_dim': 8}, r'q_proj.weight is \(64, 48\), must be \(32, 48\)'),
@@ -421,23 +450,49 @@ def test_a_cut_real_model_lists_what_it_lacks(tmp_path):
   }
 
 
+def rope_divisors(factor: float) -> np.ndarray:
+  """Returns what llama.cpp's converter stores for Llama 3."""
+  turns = 5000.0 ** (-np.arange(8) / 8) * 8192 / (2 * np.pi)
+  kept = np.clip((turns - 1) / 3, 0, 1)
+  return (1 / ((1 - kept) / factor + kept)).astype(np.float32)
+
+
+def test_divisors_of_rope_become_the_rule_behind_them(tmp_path):
+  divisors = rope_divisors(32.0)
+  assert len(set(divisors)) > 2  # some are kept, some between
+  path = write_gguf(
+    tmp_path / 'model.gguf',
+    edit=lambda t: t.update({'rope_freqs.weight': divisors}),
+  )
+  config, _ = weights.load(path)
+  assert config.rope_scaling == config_lib.RopeScaling(
+    kind=config_lib.Scaling.LLAMA3, factor=32.0
+  )
+
+
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
-    ({'architecture': 'gemma3'}, "general.architecture is 'gemma3'"),
+    ({'architecture': 'phi3'}, "general.architecture is 'phi3', must be one"),
+    ({'architecture': 'gemma3'}, 'gemma3.embedding_length=None must be'),
     (
       {'edit': lambda t: t.pop('blk.1.ffn_up.weight')},
       'blk.1.ffn_up.weight is missing',
     ),
     (
-      {'edit': lambda t: t.update({'rope_freqs.weight': np.ones(8, 'f4')})},
-      'rope_freqs.weight .* is not part',
+      {
+        'edit': lambda t: t.update(
+          {'rope_freqs.weight': rope_divisors(8)[::-1].copy()}
+        )
+      },
+      'rope_freqs.weight does not follow the rule of Llama 3',
     ),
     (
       {'edit': lambda t: t.update({'output_norm.weight': np.ones(8, 'f4')})},
       r'output_norm.weight is \(8,\), must be \(48,\)',
     ),
     ({'metadata': {'rope.scaling.type': 'yarn'}}, "type='yarn' is not supp"),
+    ({'metadata': {'attention.sliding_window': 8}}, 'window=8 is not supp'),
     ({'metadata': {'expert_count': 8}}, 'expert_count=8 is not supported'),
     ({'metadata': {'block_count': 'x'}}, "block_count='x' must be"),
     ({'metadata': {'block_count': 2**31}}, '2147483648 layers are announced'),
@@ -449,3 +504,101 @@ def test_ggufs_of_other_models_are_refused(tmp_path, options, message):
   path = write_gguf(tmp_path / 'model.gguf', **options)
   with pytest.raises(errors.WeightsError, match=message):
     weights.load(path)
+
+
+# What a block of each K-quant needs to be finite: where its float16 scales lie.
+_SCALES = {
+  'Q2_K': (80, 82),
+  'Q3_K': (108,),
+  'Q4_K': (0, 2),
+  'Q5_K': (0, 2),
+  'Q6_K': (208,),
+}
+
+
+def write_quantised(path, kinds, values=2048):
+  """Writes random blocks of each type; returns their bytes by name."""
+  rng = np.random.default_rng(0)
+  writer = gguf.GGUFWriter(path, arch='llama')
+  stored = {}
+  for name in kinds:
+    kind = gguf.GGMLQuantizationType[name]
+    if name in _SCALES:
+      size, block = gguf.GGML_QUANT_SIZES[kind]
+      data = rng.integers(0, 256, (9, values // size, block), np.uint8)
+      for at in _SCALES[name]:
+        scale = rng.normal(size=data.shape[:2]).astype(np.float16)
+        data[..., at : at + 2] = scale[..., None].view(np.uint8)
+      data = data.reshape(9, -1)
+    else:
+      dense = rng.normal(size=(9, values)).astype(np.float32)
+      data = gguf.quants.quantize(dense, kind)
+    stored[name] = data
+    writer.add_tensor(name, data, raw_dtype=kind)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return stored
+
+
+def test_every_quantised_type_is_read_by_rows(tmp_path):
+  kinds = ['F32', 'F16', 'BF16', 'Q4_0', 'Q4_1', 'Q5_0', 'Q5_1', 'Q8_0']
+  kinds += _SCALES
+  stored = write_quantised(tmp_path / 'model.gguf', kinds)
+  file = gguf_file.read(tmp_path / 'model.gguf')
+  for name, data in stored.items():
+    whole = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[name])
+    assert np.isfinite(whole).all(), name
+    assert whole.std() > 0.1
+    np.testing.assert_array_equal(file.tensor(name), whole, err_msg=name)
+    with paths.files() as files:
+      part = file.rows(name, 2, 5, files)
+    np.testing.assert_array_equal(part, whole[2:5], err_msg=name)
+
+
+@pytest.mark.parametrize('sharded', [False, True])
+def test_the_host_holds_little_more_than_one_tensor(sharded, tmp_path):
+  """Peak beyond what is placed ≤ 1.3 times the largest tensor in float32."""
+  vocab, dim = 16_384, 512
+
+  def grow(tensors):
+    for name in ('token_embd.weight', 'output.weight'):
+      tensors[name] = np.ones((vocab, dim), np.float32)
+    for name, value in tensors.items():
+      # Every other tensor as it would be with a model dim of 512.
+      shape = [dim if n == 48 else n for n in value.shape]
+      if name not in ('token_embd.weight', 'output.weight'):
+        tensors[name] = np.resize(value, shape)
+
+  path = write_gguf(
+    tmp_path / 'model.gguf',
+    edit=grow,
+    metadata={'embedding_length': dim, 'vocab_size': vocab},
+    kind=gguf.GGMLQuantizationType.Q8_0,
+  )
+  largest = vocab * dim * 4
+  mesh = jax.make_mesh((2,), ('model',))
+  held = []
+
+  def place(parameter):
+    # Asked right before a tensor is read: what is there now has been placed.
+    current, peak = tracemalloc.get_traced_memory()
+    held.append((current, peak))
+    tracemalloc.reset_peak()
+    axes = jax.sharding.PartitionSpec('model' if parameter[-1] == 'o' else None)
+    if sharded:
+      return jax.sharding.NamedSharding(mesh, axes)
+    return jax.devices()[0]
+
+  tracemalloc.start()
+  try:
+    weights.load(path, placement=place)
+    held.append(tracemalloc.get_traced_memory())
+  finally:
+    tracemalloc.stop()
+  beyond = [
+    peak - current
+    for (current, _), (_, peak) in zip(held, held[1:], strict=False)
+  ]
+  assert 0.9 * largest < max(beyond) <= 1.3 * largest

@@ -7,8 +7,6 @@ It knows no drafts and no commits; it never advances a length.
 import dataclasses
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from lynx_jax.attention import attend
@@ -72,7 +70,7 @@ def run_layers(
   positions = rows.positions(h.shape[1])
   for index, layer in enumerate(layers):
 
-    def cached(q, k, v, index=index, tail=tail):
+    def cached(q, k, v, index=index, layer=layer, tail=tail):
       return attend(
         q,
         k,
@@ -83,6 +81,7 @@ def run_layers(
         rows=rows,
         residual_tokens=residual_tokens,
         implementation=implementation,
+        rule=layer.rule,
       )
 
     h, tail = layer(h, positions, cached)
@@ -121,8 +120,3 @@ def forward(
     first += count
     written.append(rest)
   return model.head(h), tuple(written)
-
-
-def greedy(logits: Float32[Array, 'B T V']) -> Int32[Array, 'B T']:
-  """Returns the most likely token of every row, the lowest id among equals."""
-  return jax.lax.argmax(logits, 2, jnp.int32)

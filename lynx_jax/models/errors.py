@@ -7,10 +7,11 @@ It knows no model format.
 import importlib
 import json
 import os
-import pathlib
 import types
 from collections.abc import Sequence
 from typing import Any
+
+from etils import epath
 
 from lynx_jax import config
 
@@ -63,7 +64,7 @@ def optional_package(name: str) -> types.ModuleType:
     ) from error
 
 
-def read_text(path: pathlib.Path) -> str:
+def read_text(path: epath.Path) -> str:
   """Reads a text file of a model.
 
   Raises:
@@ -83,7 +84,7 @@ def read_text(path: pathlib.Path) -> str:
     ) from (error)
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: epath.Path) -> dict[str, Any]:
   """Reads a JSON object of a model.
 
   Raises:

@@ -14,13 +14,13 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import dataclasses
 import math
 import os
-import pathlib
 import struct
 from typing import Any
 
 import numpy as np
+from etils import epath
 
-from lynx_jax.models import errors
+from lynx_jax.models import errors, paths
 
 MAGIC = b'GGUF'
 VERSIONS = (2, 3)
@@ -63,18 +63,34 @@ class TensorInfo:
 class GgufFile:
   """Metadata and tensor directory of one file; every tensor lies within it."""
 
-  path: pathlib.Path
+  path: epath.Path
   metadata: dict[str, Any]
   tensors: dict[str, TensorInfo]
 
   def tensor(self, name: str) -> np.ndarray:
     """Returns a tensor as float32, dequantised where need be."""
+    with paths.files() as files:
+      return self.rows(name, 0, self.tensors[name].shape[0], files)
+
+  def rows(
+    self, name: str, start: int, stop: int, files: paths.Files
+  ) -> np.ndarray:
+    """Returns rows `start..stop-1` of a tensor, as `tensor` does.
+
+    The rows of a vector are its values, which no quantised type has.
+    """
     gguf = errors.optional_package('gguf')
     info = self.tensors[name]
-    data = np.fromfile(
-      self.path, np.uint8, count=info.size_bytes, offset=info.start_byte
+    row_bytes = info.size_bytes // info.shape[0]
+    data = np.frombuffer(
+      files.read(
+        self.path,
+        info.start_byte + start * row_bytes,
+        (stop - start) * row_bytes,
+      ),
+      np.uint8,
     )
-    rows = data.reshape(*info.shape[:-1], -1)
+    rows = data.reshape(*(stop - start, *info.shape[1:])[:-1], -1)
     kind = gguf.GGMLQuantizationType[info.kind]
     if info.kind in ('F32', 'F16'):  # the package wants these typed already
       rows = rows.view('<f4' if info.kind == 'F32' else '<f2')
@@ -84,7 +100,7 @@ class GgufFile:
       raise errors.WeightsError(
         self.path,
         [f'{name} is stored as {info.kind}, which cannot be decoded'],
-        'Convert the model to Q8_0, Q4_1, F16 or F32.',
+        'Convert the model to Q8_0, Q4_K, F16 or F32.',
       ) from error
 
 
@@ -94,19 +110,19 @@ def read(path: str | os.PathLike[str]) -> GgufFile:
   Raises:
     WeightsError: the file is missing, not a GGUF, damaged or truncated.
   """
-  path = pathlib.Path(path)
+  file = epath.Path(path)
   try:
-    size_bytes = path.stat().st_size
-    with path.open('rb') as stream:
+    size_bytes = file.stat().length
+    with file.open('rb') as stream:
       cursor = _Cursor(stream, size_bytes)
       metadata, entries = _read_header(cursor)
       data_byte = _align(cursor.stream.tell(), metadata)
   except OSError as error:
     raise errors.WeightsError(
-      path, [f'cannot be read: {error.strerror}'], 'Check the path.'
+      file, [f'cannot be read: {error.strerror}'], 'Check the path.'
     ) from error
   except _Damaged as error:
-    raise errors.WeightsError(path, [str(error)], error.remedy) from error
+    raise errors.WeightsError(file, [str(error)], error.remedy) from error
   tensors: dict[str, TensorInfo] = {}
   problems = []
   for name, shape, kind, offset in entries:
@@ -118,8 +134,8 @@ def read(path: str | os.PathLike[str]) -> GgufFile:
     if info is not None:
       tensors[name] = info
   if problems:
-    raise errors.WeightsError(path, problems, _DAMAGED)
-  return GgufFile(path=path, metadata=metadata, tensors=tensors)
+    raise errors.WeightsError(file, problems, _DAMAGED)
+  return GgufFile(path=file, metadata=metadata, tensors=tensors)
 
 
 class _Damaged(Exception):

@@ -9,9 +9,10 @@ about special tokens in one place.
 import dataclasses
 import json
 import os
-import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from etils import epath
 
 from lynx_jax.models import errors, gguf_file
 
@@ -36,6 +37,15 @@ _PRETOKENIZERS = {
 # Where a whole word in the vocabulary wins over its merges, as in Llama 3.
 _WHOLE_WORDS = ('llama-bpe',)
 
+# Names of special tokens, and what a GGUF calls them.
+_SPECIAL = {
+  'bos_token': 'bos',
+  'eos_token': 'eos',
+  'eot_token': 'eot',
+  'eom_token': 'eom',
+  'unk_token': 'unknown',
+  'pad_token': 'padding',
+}
 _CONTROL, _USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type`
 # Generation ends at each of these where the vocabulary has it as a control
 # token: a file names one end token, and chat models may emit another.
@@ -92,14 +102,7 @@ class Tokenizer:
     kinds = metadata['tokenizer.ggml.token_type']
     special: dict[str, Any] = {
       name: metadata.get(f'tokenizer.ggml.{key}_token_id')
-      for name, key in (
-        ('bos_token', 'bos'),
-        ('eos_token', 'eos'),
-        ('eot_token', 'eot'),
-        ('eom_token', 'eom'),
-        ('unk_token', 'unknown'),
-        ('pad_token', 'padding'),
-      )
+      for name, key in _SPECIAL.items()
     }
     problems = [
       f'{name} has id {id_}, the vocabulary {len(tokens)} tokens'
@@ -138,14 +141,14 @@ class Tokenizer:
     Raises:
       WeightsError: a file is missing, damaged or contradicts another.
     """
-    path = pathlib.Path(path)
+    root = epath.Path(path)
     backends = _backends(
-      errors.read_text(path / 'tokenizer.json'), path / 'tokenizer.json'
+      errors.read_text(root / 'tokenizer.json'), root / 'tokenizer.json'
     )
-    options = _optional_json(path / 'tokenizer_config.json')
+    options = _optional_json(root / 'tokenizer_config.json')
     special = {
       name: text
-      for name in ('bos_token', 'eos_token', 'unk_token', 'pad_token')
+      for name in _SPECIAL
       if (text := _token_text(options.get(name)))
     }
     ids = {
@@ -158,7 +161,7 @@ class Tokenizer:
     ]
     ends = {ids[special['eos_token']]} if 'eos_token' in special else set()
     for name in ('config.json', 'generation_config.json'):
-      value = _optional_json(path / name).get('eos_token_id')
+      value = _optional_json(root / name).get('eos_token_id')
       ends |= set(value) if isinstance(value, list) else {value}
     added = backends['_markup'].get_added_tokens_decoder()
     ends |= {
@@ -175,16 +178,30 @@ class Tokenizer:
     ]
     if problems:
       raise errors.WeightsError(
-        path, problems, 'Fetch all tokenizer files of one revision.'
+        root, problems, 'Fetch all tokenizer files of one revision.'
       )
     return cls(
       vocab=vocab,
       bos=_bos_of_directory(backends['_markup'], options, special),
       ends=frozenset(ends),
-      chat_template=_chat_template(path, options),
+      chat_template=_chat_template(root, options),
       special_text=special,
       **backends,
     )
+
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes the files from which `from_directory` makes an equal tokenizer."""
+    root = epath.Path(path)
+    root.mkdir(parents=True, exist_ok=True)
+    options = {**self.special_text, 'add_bos_token': self.bos is not None}
+    for name, text in (
+      ('tokenizer.json', self._markup.to_str()),
+      ('tokenizer_config.json', json.dumps(options)),
+      ('generation_config.json', json.dumps({'eos_token_id': [*self.ends]})),
+      ('chat_template.jinja', self.chat_template),
+    ):
+      if text is not None:
+        (root / name).write_text(text, 'utf-8')
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of a text, after BOS where the model wants it.
@@ -322,16 +339,17 @@ def _check_gguf(
     raise errors.WeightsError(
       source,
       [f'tokenizer.ggml.model is {model!r}, must be "gpt2"'],
-      'Only byte-level BPE is read from GGUF; for other tokenizers load the '
-      'Hugging Face directory with its tokenizer.json.',
+      'Only byte-level BPE is read from GGUF: give a directory that holds the '
+      "model's tokenizer.json as its tokenizer (model.tokenizer).",
     )
   pre = metadata.get('tokenizer.ggml.pre')
   if pre not in _PRETOKENIZERS:
     raise errors.WeightsError(
       source,
       [f'tokenizer.ggml.pre is {pre!r}, must be in {sorted(_PRETOKENIZERS)}'],
-      'Another pre-tokenizer would give other ids without a warning; load the '
-      'Hugging Face directory with its tokenizer.json.',
+      'Another pre-tokenizer would give other ids without a warning: give a '
+      "directory that holds the model's tokenizer.json as its tokenizer "
+      '(model.tokenizer).',
     )
   lists: dict[str, Any] = {
     name: metadata.get(f'tokenizer.ggml.{name}')
@@ -448,9 +466,7 @@ def _bos_of_directory(
   return id_ if wanted else None
 
 
-def _chat_template(
-  path: pathlib.Path, options: Mapping[str, Any]
-) -> str | None:
+def _chat_template(path: epath.Path, options: Mapping[str, Any]) -> str | None:
   # Current checkpoints keep it in a file of its own.
   separate = path / 'chat_template.jinja'
   if separate.exists():
@@ -467,7 +483,7 @@ def _token_text(value: Any) -> str | None:
   return value.get('content') if isinstance(value, dict) else value
 
 
-def _optional_json(path: pathlib.Path) -> dict[str, Any]:
+def _optional_json(path: epath.Path) -> dict[str, Any]:
   return errors.read_json(path) if path.exists() else {}
 
 

@@ -17,10 +17,25 @@ import numpy as np
 from flax import nnx
 
 from lynx_jax import config as config_lib
+from lynx_jax.attention import Rule
+from lynx_jax.config import Activation, RopeScaling, Scaling
 from lynx_jax.shapes import Array, Float, Float32, Int32
 
 # attend(q, k, v) -> (out, state): q and out are [B,T,N,H], k and v [B,T,K,H].
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+
+_ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+  Activation.SILU: jax.nn.silu,
+  Activation.GELU_TANH: functools.partial(jax.nn.gelu, approximate=True),
+}
+_NO_WINDOW = np.iinfo(np.int32).max
+
+
+class Constant(nnx.Variable):
+  """What sets one layer apart and is no weight: it follows from the config.
+
+  A variable and not a Python value, so that one program serves all layers.
+  """
 
 
 class Transformer(nnx.Module):
@@ -45,43 +60,78 @@ class Transformer(nnx.Module):
     table = (config.vocab, config.model_dim)
     self.embedding = _normal(rngs, table, config.model_dim, config.dtype)
     self.layers = nnx.List(
-      [Layer(config, rngs=rngs) for _ in range(config.layers)]
+      [Layer(config, layer, rngs=rngs) for layer in range(config.layers)]
     )
-    self.final_norm = nnx.Param(jnp.ones(config.model_dim, config.dtype))
+    self.final_norm = _ones(config.model_dim)
     if not config.tied_embeddings:
       self.unembedding = _normal(rngs, table, config.model_dim, config.dtype)
 
   def embed(self, tokens: Int32[Array, 'B T']) -> Float[Array, 'B T D']:
     """Looks up token embeddings; an id outside the vocabulary gives NaN."""
-    return jnp.take(self.embedding[...], tokens, axis=0, mode='fill')
+    h = jnp.take(self.embedding[...], tokens, axis=0, mode='fill')
+    if self.config.embedding_scale == 1:
+      return h
+    scale = np.float32(self.config.embedding_scale)
+    return (h.astype(jnp.float32) * scale).astype(h.dtype)
 
   def head(self, h: Float[Array, 'B T D']) -> Float32[Array, 'B T V']:
     """Returns logits: the final norm, then the unembedding."""
     c = self.config
     table = self.embedding if c.tied_embeddings else self.unembedding
     h = rms_norm(h, self.final_norm[...], c.rms_eps)
-    return _dot('btd,vd->btv', h, table[...])
+    logits = _dot('btd,vd->btv', h, table[...])
+    if c.final_soft_cap is not None:
+      cap = np.float32(c.final_soft_cap)
+      logits = cap * jnp.tanh(logits / cap)
+    return logits
 
 
 class Layer(nnx.Module):
-  """One pre-norm block: grouped-query attention, then SwiGLU.
+  """One pre-norm block: grouped-query attention, then a gated feed-forward.
 
-  Query head n reads key/value head n // G, with G = N / K.
+  Query head n reads key/value head n // G, with G = N / K. Parameters that
+  only some families have exist where the config says so; so do the constants
+  `window` and `rope_frequency`, which a config that has them equal in all
+  layers says by itself.
   """
 
-  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+  def __init__(
+    self, config: config_lib.ModelConfig, layer: int, *, rngs: nnx.Rngs
+  ):
     self.config = c = config
     d, h = c.model_dim, c.head_dim
     make = functools.partial(_normal, rngs, dtype=c.dtype)
-    self.attention_norm = nnx.Param(jnp.ones(d, c.dtype))
+    self.attention_norm = _ones(d)
     self.q = make((d, c.heads, h), d)
     self.k = make((d, c.kv_heads, h), d)
     self.v = make((d, c.kv_heads, h), d)
     self.o = make((c.heads, h, d), c.heads * h)
-    self.mlp_norm = nnx.Param(jnp.ones(d, c.dtype))
+    if c.qkv_bias:
+      self.q_bias = make((c.heads, h), d)
+      self.k_bias = make((c.kv_heads, h), d)
+      self.v_bias = make((c.kv_heads, h), d)
+    if c.qk_norm:
+      self.q_norm, self.k_norm = _ones(h), _ones(h)
+    if c.post_norms:
+      self.attention_post_norm, self.mlp_post_norm = _ones(d), _ones(d)
+    self.mlp_norm = _ones(d)
     self.gate = make((d, c.ff_dim), d)
     self.up = make((d, c.ff_dim), d)
     self.down = make((c.ff_dim, d), c.ff_dim)
+    constants = layer_constants(c, layer)
+    if constants:
+      self.window = Constant(jnp.asarray(constants['window']))
+      self.rope_frequency = Constant(jnp.asarray(constants['rope_frequency']))
+
+  @property
+  def rule(self) -> Rule:
+    """What `attend` is to do with the logits."""
+    c = self.config
+    return Rule(
+      logits_scale=c.logits_scale or c.head_dim**-0.5,
+      soft_cap=c.attention_soft_cap,
+      window=c.window(0) if c.layers_are_alike else self.window[...],
+    )
 
   def __call__(
     self,
@@ -95,30 +145,61 @@ class Layer(nnx.Module):
       h: residual stream, in the model's dtype.
       positions: absolute position of every row, from 0.
       attend: `(q, k, v) -> (out, state)`; q and k have RoPE applied and all
-        are in the model's dtype. Scaling of the logits and masks are its own.
+        are in the model's dtype. Logits and masks are its own, by `rule`.
 
     Returns:
       The new residual stream, and `state` as `attend` returned it (a cache).
     """
     c = self.config
     x = rms_norm(h, self.attention_norm[...], c.rms_eps)
-    q = _dot('btd,dnh->btnh', x, self.q[...]).astype(h.dtype)
-    k = _dot('btd,dkh->btkh', x, self.k[...]).astype(h.dtype)
-    v = _dot('btd,dkh->btkh', x, self.v[...]).astype(h.dtype)
-    q = rope(q, positions, c.rope_theta)
-    k = rope(k, positions, c.rope_theta)
+    q = _dot('btd,dnh->btnh', x, self.q[...])
+    k = _dot('btd,dkh->btkh', x, self.k[...])
+    v = _dot('btd,dkh->btkh', x, self.v[...])
+    if c.qkv_bias:
+      q, k, v = (
+        y + bias[...].astype(jnp.float32)[None, None]
+        for y, bias in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias))
+      )
+    q, k, v = (y.astype(h.dtype) for y in (q, k, v))
+    if c.qk_norm:
+      q = rms_norm(q, self.q_norm[...], c.rms_eps)
+      k = rms_norm(k, self.k_norm[...], c.rms_eps)
+    if c.layers_are_alike:
+      frequency = jnp.asarray(rope_frequencies(c.head_dim, *c.rope(0)))
+    else:
+      frequency = self.rope_frequency[...]
+    q, k = (rope(y, positions, frequency) for y in (q, k))
     out, state = attend(q, k, v)
     # As one contracted dimension: over two, XLA's CPU backend copies the
     # weight transposed at every call (jax 0.10.2, 40 MB a step of SmolLM2).
     out = out.reshape(*h.shape[:2], -1)
     o = self.o[...].reshape(-1, c.model_dim)
-    h = h + _dot('btn,nd->btd', out, o).astype(h.dtype)
+    out = _dot('btn,nd->btd', out, o).astype(h.dtype)
+    if c.post_norms:
+      out = rms_norm(out, self.attention_post_norm[...], c.rms_eps)
+    h = h + out
 
     x = rms_norm(h, self.mlp_norm[...], c.rms_eps)
     gate = _dot('btd,df->btf', x, self.gate[...])
     up = _dot('btd,df->btf', x, self.up[...])
-    x = (jax.nn.silu(gate) * up).astype(h.dtype)
-    return h + _dot('btf,fd->btd', x, self.down[...]).astype(h.dtype), state
+    x = (_ACTIVATIONS[c.activation](gate) * up).astype(h.dtype)
+    out = _dot('btf,fd->btd', x, self.down[...]).astype(h.dtype)
+    if c.post_norms:
+      out = rms_norm(out, self.mlp_post_norm[...], c.rms_eps)
+    return h + out, state
+
+
+def layer_constants(
+  config: config_lib.ModelConfig, layer: int
+) -> dict[str, np.ndarray | np.int32]:
+  """Returns the values of a layer's constants; none where layers are alike."""
+  if config.layers_are_alike:
+    return {}
+  window = config.window(layer) or _NO_WINDOW
+  return {
+    'window': np.int32(window),
+    'rope_frequency': rope_frequencies(config.head_dim, *config.rope(layer)),
+  }
 
 
 def causal_forward(
@@ -133,7 +214,11 @@ def causal_forward(
   )
   h = model.embed(tokens)
   for layer in model.layers:
-    h, _ = layer(h, positions, lambda *qkv: (causal_attention(*qkv), None))
+
+    def attend(q, k, v, rule=layer.rule):
+      return causal_attention(q, k, v, rule), None
+
+    h, _ = layer(h, positions, attend)
   return model.head(h)
 
 
@@ -149,20 +234,33 @@ def causal_attention(
   q: Float[Array, 'B T N H'],
   k: Float[Array, 'B T K H'],
   v: Float[Array, 'B T K H'],
+  rule: Rule | None = None,
 ) -> Float[Array, 'B T N H']:
-  """Softmax(q k^T / sqrt(H)) v over positions up to the row's own."""
+  """Softmax(q k^T · scale) v over positions up to the row's own, by a rule.
+
+  Without one the scale is 1 / sqrt(H), and all of them are seen.
+  """
   b, t, n, h = q.shape
+  if rule is None:
+    rule = Rule(logits_scale=h**-0.5)
   groups = q.reshape(b, t, k.shape[2], n // k.shape[2], h)
-  logits = _dot('btkgh,bskh->bkgts', groups, k) * h**-0.5
-  seen = jnp.tril(jnp.ones((t, t), bool))[None, None, None]
+  logits = _dot('btkgh,bskh->bkgts', groups, k) * rule.logits_scale
+  if rule.soft_cap is not None:
+    logits = rule.soft_cap * jnp.tanh(logits / rule.soft_cap)
+  seen = jnp.tril(jnp.ones((t, t), bool))
+  position = jnp.arange(t, dtype=jnp.int32)
+  first = rule.first_tokens(position[None])
+  if first is not None:
+    seen = seen & (position[None] >= first[0, :, None])
+  seen = seen[None, None, None]
   weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
   out = _dot('bkgts,bskh->btkgh', weights.astype(q.dtype), v)
   return out.reshape(q.shape).astype(q.dtype)
 
 
 def rms_norm(
-  h: Float[Array, 'B T D'], weight: Float[Array, 'D'], eps: float
-) -> Float[Array, 'B T D']:
+  h: Float[Array, '*any D'], weight: Float[Array, 'D'], eps: float
+) -> Float[Array, '*any D']:
   """Returns h / sqrt(mean(h²) + eps) · weight, in h's dtype.
 
   Statistics and product are float32: rounding the normalised value to
@@ -170,19 +268,45 @@ def rms_norm(
   """
   x = h.astype(jnp.float32)
   x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-  return (x * weight.astype(jnp.float32)[None, None]).astype(h.dtype)
+  weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+  return (x * weight).astype(h.dtype)
+
+
+def rope_frequencies(
+  head_dim: int, theta: float, scaling: RopeScaling | None
+) -> np.ndarray:
+  """Returns f32[H/2]: theta^(-2i/H), scaled, rounded once from float64.
+
+  With f a frequency, n = f · original_context_tokens / 2π its turns in the
+  original context, and s = (n - low) / (high - low) clipped to 0..1:
+
+      LINEAR  f / factor
+      LLAMA3  (1 - s) · f / factor + s · f
+
+  LINEAR: arXiv:2306.15595 §2.3. LLAMA3: the reference code of Llama 3.1,
+  https://github.com/meta-llama/llama-models (models/llama3/model.py).
+  """
+  half = head_dim // 2
+  frequency = theta ** (-np.arange(half) / half)
+  if scaling is not None:
+    kept = np.zeros(half)
+    if scaling.kind is Scaling.LLAMA3:
+      turns = frequency * scaling.original_context_tokens / (2 * np.pi)
+      low, high = scaling.low_freq_factor, scaling.high_freq_factor
+      kept = np.clip((turns - low) / (high - low), 0, 1)
+    frequency = (1 - kept) * frequency / scaling.factor + kept * frequency
+  return frequency.astype(np.float32)
 
 
 def rope(
-  x: Float[Array, 'B T K H'], positions: Int32[Array, 'B T'], theta: float
+  x: Float[Array, 'B T K H'],
+  positions: Int32[Array, 'B T'],
+  frequency: Float32[Array, 'h'],
 ) -> Float[Array, 'B T K H']:
-  """Rotates channel pairs (i, i + H/2) by position · theta^(-2i/H).
+  """Rotates channel pairs (i, i + H/2) by position · frequency_i, in float32.
 
   arXiv:2104.09864 §3.2.2, with the pairing of the Hugging Face checkpoints.
-  Angles are float32; the frequencies are constants rounded once from float64.
   """
-  half = x.shape[-1] // 2
-  frequency = (theta ** (-np.arange(half) / half)).astype(np.float32)
   angle = positions.astype(jnp.float32)[..., None] * frequency[None, None]
   # Fused into the product, XLA's CPU backend takes sine and cosine once a head
   # and not once a position (jax 0.10.2: 0.67 instead of 0.10 ms at 256 rows).
@@ -194,16 +318,30 @@ def rope(
 
 
 def _dot(spec: str, x: Array, w: Array) -> Float32[Array, '...']:
-  """Contracts with float32 sums; float32 operands are not rounded first."""
+  """Contracts `x` [1 or B, T, …] with float32 sums.
+
+  Float32 operands are not rounded first. One row of bfloat16 is computed
+  twice: for two rows and more XLA's CPU backend has a fast product, for one it
+  converts all of `w` (jax 0.10.2: 190 against 31 ms for the layers of
+  SmolLM2). To a TPU's vector registers it is the same.
+  """
   # TPUs and GPUs otherwise multiply float32 operands in fewer bits.
   exact = x.dtype == jnp.float32
-  return jnp.einsum(
+  single = not exact and x.shape[:2] == (1, 1)
+  if single:
+    x = jax.lax.optimization_barrier(jnp.repeat(x, 2, axis=1))
+  out = jnp.einsum(
     spec,
     x,
     w,
     preferred_element_type=jnp.float32,
     precision=jax.lax.Precision.HIGHEST if exact else None,
   )
+  return out[:, :1] if single else out
+
+
+def _ones(size: int) -> nnx.Param:
+  return nnx.Param(jnp.ones(size, jnp.float32))
 
 
 def _normal(

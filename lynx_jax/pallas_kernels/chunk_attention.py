@@ -4,6 +4,8 @@
 It knows no model and no codec: dense keys and values of a layer group.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,35 +21,50 @@ def chunk_attention(
   *,
   layer: int | Int32[Array, ''],
   offset: Int32[Array, ''],
+  logits_scale: float | None = None,
+  soft_cap: float | None = None,
+  window: int | Int32[Array, ''] | None = None,
   implementation: str | None = None,
 ) -> Float32[Array, '1 C N H']:
   """Attends causally to all tokens up to each row's own position.
 
   One program serves every chunk: blocks of C earlier tokens are read, as many
-  as there are, and nothing beyond the chunk.
+  as there are or as the window reaches, and nothing beyond the chunk.
 
   Args:
     q: queries of the chunk, RoPE applied.
     k, v: of the layer group, the chunk's own tokens included.
     layer: which layer of the group.
     offset: position of the chunk's first token, a multiple of C.
+    logits_scale: multiplies q · k; `None` is 1 / sqrt(H).
+    soft_cap: bounds logits to soft_cap * tanh(logit / soft_cap).
+    window: a row sees so many tokens, its own included; `None` is all.
     implementation: see `dispatch.run`.
 
   Raises:
     Unsupported: `implementation` was named and cannot serve the case.
   """
+  if logits_scale is None:
+    logits_scale = q.shape[-1] ** -0.5
+  arguments: dict[str, Any] = {
+    'layer': layer,
+    'offset': offset,
+    'logits_scale': logits_scale,
+    'soft_cap': soft_cap,
+    'window': window,
+  }
 
   def tpu(interpret):
     from lynx_jax.pallas_kernels import chunk_attention_tpu
 
     return chunk_attention_tpu.chunk_attention_tpu(
-      q, k, v, layer=layer, offset=offset, interpret=interpret
+      q, k, v, **arguments, interpret=interpret
     )
 
   return dispatch.run(
     'chunk_attention',
     implementation,
-    xla=lambda: chunk_attention_xla(q, k, v, layer=layer, offset=offset),
+    xla=lambda: chunk_attention_xla(q, k, v, **arguments),
     pallas_tpu=tpu,
   )
 
@@ -59,6 +76,9 @@ def chunk_attention_xla(
   *,
   layer: int | Int32[Array, ''],
   offset: Int32[Array, ''],
+  logits_scale: float,
+  soft_cap: float | None = None,
+  window: int | Int32[Array, ''] | None = None,
 ) -> Float32[Array, '1 C N H']:
   """The meaning of `chunk_attention`, in plain XLA.
 
@@ -67,7 +87,8 @@ def chunk_attention_xla(
   """
   _, size, heads, head_dim = q.shape
   kv_heads = k.shape[2]
-  dtype, scale = q.dtype, np.float32(head_dim**-0.5)
+  dtype = q.dtype
+  scale = np.float32(logits_scale if soft_cap is None else soft_cap)
   # One product a KV head: its G · C query rows against a block of keys.
   q = jnp.moveaxis(q[0].reshape(size, kv_heads, -1, head_dim), 0, 2)
   q = q.reshape(kv_heads, -1, head_dim)  # K GC H
@@ -95,6 +116,8 @@ def chunk_attention_xla(
   def step(j, carry, mask=None):
     top, total, out = carry
     scores = product('krh,ksh->krs', q, load(k, j))
+    if soft_cap is not None:  # `scale` is for the logits that this gives
+      scores = jnp.tanh(scores * np.float32(logits_scale / soft_cap))
     if mask is not None:
       scores = jnp.where(mask, scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
@@ -104,17 +127,30 @@ def chunk_attention_xla(
     fresh = product('krs,ksh->krh', weights.astype(dtype), load(v, j))
     return new_top, total, out * shrink[..., None] + fresh
 
-  # The chunk's own block comes first: it alone is masked, and it leaves a
-  # finite maximum in every row. All earlier blocks are seen whole.
-  own = offset // size
-  causal = jnp.tril(jnp.ones((size, size), bool))
-  causal = jnp.tile(causal, (heads // kv_heads, 1))[None]
+  # The chunk's own block comes first: every row sees itself, which leaves a
+  # finite maximum. Without a window all earlier blocks are seen whole.
+  own, first = offset // size, jnp.zeros((), jnp.int32)
+  row = jnp.tile(jnp.arange(size, dtype=jnp.int32), heads // kv_heads)[:, None]
+  column = jnp.arange(size, dtype=jnp.int32)[None]
+
+  def reach(j):  # of the rows' windows, in block j
+    return (own - j) * size + row - column < window
+
+  causal = column <= row
+  if window is not None:
+    causal = causal & reach(own)
+    first = jnp.maximum(offset - window + 1, 0) // size
   nothing = (
     jnp.full(q.shape[:2], -jnp.inf, jnp.float32),
     jnp.zeros(q.shape[:2], jnp.float32),
     jnp.zeros(q.shape, jnp.float32),
   )
-  carry = step(own, nothing, causal)
-  _, total, out = jax.lax.fori_loop(0, own, step, carry)
+  carry = step(own, nothing, causal[None])
+  _, total, out = jax.lax.fori_loop(
+    first,
+    own,
+    lambda j, carry: step(j, carry, None if window is None else reach(j)[None]),
+    carry,
+  )
   out = (out / total[..., None]).reshape(kv_heads, -1, size, head_dim)
   return jnp.moveaxis(out, 2, 0).reshape(1, size, heads, head_dim)

@@ -142,6 +142,9 @@ def split_attention_xla(
   valid = (held[:, :, None] & (token >= sinks)[None])[:, :, None]  # B n 1 Q
   if first_tokens is not None:
     seen = token[None, :, None] >= first_tokens[:, None, :, None]  # B n T Q
+    # Groups that no row sees may hold anything.
+    least = jnp.min(first_tokens, axis=1)[:, None]
+    held = held & (start[None] + group > least)
     valid = valid & jnp.repeat(seen, heads // kv_heads, axis=2)
 
   q = q.reshape(batch, rows, kv_heads, -1, head_dim) * np.float32(logits_scale)

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lynx_jax import kv_cache
+from lynx_jax import kv_cache, sampling
 from lynx_jax.kv_cache import Cache, Prefix, Rows, Tail
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.programs import fetch, program
-from lynx_jax.shapes import Array, Bool, Float, Int32
+from lynx_jax.shapes import Array, Bool, Float, Float32, Int32
 from lynx_jax.speculative import slots as slots_lib
 from lynx_jax.speculative.slots import Slots
 
@@ -65,8 +65,7 @@ def draft(
     logits, tail = cached.forward(
       model, tokens, prefix, tail, rows, implementation=implementation
     )
-    token = cached.greedy(logits)[:, 0]
-    return tail, slots_lib.append_draft(slots, rows.active, token)
+    return tail, append_draft(slots, logits, rows.active)
 
   return jax.lax.while_loop(more, one, (tail, slots))
 
@@ -97,8 +96,7 @@ def verify(
   logits, tail = cached.forward(
     model, tokens, prefix, tail, where, implementation=implementation
   )
-  targets = cached.greedy(logits)
-  return tail, slots_lib.accept(slots, targets, wanted, end_tokens)
+  return tail, accept(slots, logits, wanted, end_tokens)
 
 
 def rounds(
@@ -185,6 +183,27 @@ def verify_rows(
   return tokens, Rows(
     slots.length, slots.prefix_tokens, wanted & (slots.remaining > 0)
   )
+
+
+def append_draft(
+  slots: Slots, logits: Float32[Array, 'B 1 V'], drafting: Bool[Array, 'B']
+) -> Slots:
+  """Returns the slots with one more draft where `drafting`."""
+  positions = slots.positions(1) + slots.n_drafts[:, None]
+  token = sampling.choose(logits, slots.samplings, positions, drafting)
+  return slots_lib.append_draft(slots, drafting, token[:, 0])
+
+
+def accept(
+  slots: Slots,
+  logits: Float32[Array, 'B T V'],
+  wanted: Bool[Array, 'B'],
+  end_tokens: Int32[Array, 'e'],
+) -> Slots:
+  """Commits what the logits of a verification confirm."""
+  positions = slots.positions(logits.shape[1])
+  targets = sampling.choose(logits, slots.samplings, positions, wanted)
+  return slots_lib.accept(slots, targets, wanted, end_tokens)
 
 
 @jax.tree_util.register_dataclass
@@ -403,11 +422,11 @@ def _programs(
 
   def close_draft(params, h: Float[Array, 'B 1 D'], slots, drafting):
     logits = nnx.merge(graphs.model, params).head(h)
-    return slots_lib.append_draft(slots, drafting, cached.greedy(logits)[:, 0])
+    return append_draft(slots, logits, drafting)
 
   def close_verify(params, h, slots, wanted, end_tokens):
-    targets = cached.greedy(nnx.merge(graphs.model, params).head(h))
-    return slots_lib.accept(slots, targets, wanted, end_tokens)
+    logits = nnx.merge(graphs.model, params).head(h)
+    return accept(slots, logits, wanted, end_tokens)
 
   def all_rounds(
     params, prefix, tail, slots, wanted, draft_tokens, max_rounds, end_tokens

@@ -26,7 +26,7 @@ def best(
   (arXiv:2211.17192 eq. 1) and takes γ · draft_s + verify_s.
 
   Args:
-    rounds: (drafted, accepted) of past verifications.
+    rounds: (drafted, accepted) of recent verifications.
     draft_s: one draft step.
     verify_s: one verification, whatever γ.
     most: largest γ.

@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from lynx_jax import sampling
 from lynx_jax.shapes import Array, Bool, Int32
 
 
@@ -29,6 +30,7 @@ class Slots:
     out, n_out: committed tokens from token 1 on.
     round_drafts, round_accepted, n_rounds: drafts that each verification
       looked at, and how many of them it accepted.
+    samplings: how tokens are chosen.
   """
 
   prefix_tokens: Int32[Array, 'B']
@@ -42,6 +44,11 @@ class Slots:
   round_drafts: Int32[Array, 'B O']
   round_accepted: Int32[Array, 'B O']
   n_rounds: Int32[Array, 'B']
+  samplings: sampling.Samplings
+
+  def positions(self, rows: int) -> Int32[Array, 'B T']:
+    """Returns where the tokens after the last committed one would stand."""
+    return self.length[:, None] + 1 + _index(rows)
 
 
 def empty(slots: int, *, drafts: int, output_tokens: int) -> Slots:
@@ -71,6 +78,9 @@ def empty(slots: int, *, drafts: int, output_tokens: int) -> Slots:
     round_drafts=table(output_tokens),
     round_accepted=table(output_tokens),
     n_rounds=column(),
+    samplings=jax.tree.map(
+      lambda x: jnp.zeros((slots,), x.dtype), sampling.GREEDY.row()
+    ),
   )
 
 
@@ -82,6 +92,7 @@ def place(
   token: Int32[Array, ''],
   output_tokens: Int32[Array, ''],
   end_tokens: Int32[Array, 'e'],
+  samplings: sampling.Samplings,
 ) -> Slots:
   """Starts a request in `slot`, with token 1 committed.
 
@@ -93,6 +104,7 @@ def place(
     token: token 1; an end token ends the slot at once.
     output_tokens: most tokens of the request, token 1 included.
     end_tokens: ids that end a text.
+    samplings: of the request.
   """
   left = jnp.where(jnp.any(token == end_tokens), 0, output_tokens - 1)
   fresh = jax.tree.map(lambda x: x.at[slot].set(0), slots)
@@ -104,6 +116,9 @@ def place(
     remaining=fresh.remaining.at[slot].set(left),
     out=fresh.out.at[slot, 0].set(token),
     n_out=fresh.n_out.at[slot].set(1),
+    samplings=jax.tree.map(
+      lambda all, one: all.at[slot].set(one), fresh.samplings, samplings
+    ),
   )
 
 
@@ -158,7 +173,8 @@ def accept(
 
   `targets[i]` is the target's token after the last committed one and drafts
   0..i-1. The first disagreement yields the target's own token, so that every
-  verification commits at least one (greedy case of arXiv:2211.17192 §2.3).
+  verification commits at least one. Where requests sample, the target's
+  token is drawn with the noise that its draft was drawn with (`sampling`).
   With T = 4 and drafts a b c:
 
   | targets | committed | drafts left |
@@ -172,7 +188,7 @@ def accept(
   Args:
     slots: drafts included; those above T - 1 are not looked at, except that
       they survive if the token committed after all others is the next one.
-    targets: most likely token of every row of the verification.
+    targets: what the target chooses in every row of the verification.
     wanted: other slots are left as they are.
     end_tokens: ids that end a text.
   """

@@ -94,6 +94,8 @@ class Submit:
     mode: when the transfer may start, a value of `requests.Mode`.
     deadline_in_s: orders requests; None is never.
     landed: (token chunk, sequence) of what an earlier generation brought.
+    sampling: temperature, top-k, top-p, min-p and seed that token 1 is chosen
+      with; greedy if left out.
   """
 
   request: int
@@ -103,6 +105,7 @@ class Submit:
   mode: str
   deadline_in_s: float | None
   landed: tuple[tuple[int, int], ...]
+  sampling: tuple[float, int, float, float, int] = (0.0, 0, 1.0, 0.0, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,9 @@ The cache of a request travels as segments, layer by layer:
 | prefix | [0, E) | one group of Q tokens: one packed plane, or dense |
 | tail | [E, P) | a block of 16 rows from E, dense; the last one padded |
 
+Layers with a sliding window send neither sinks nor groups that no generated
+token will see.
+
 A *unit* is the smallest thing moved: all KV heads, K and V. Plane 0 of a group
 carries the scales and offsets as well. Plane 0 and everything dense is the
 Anchor, planes 1 and up are the Residual.
@@ -119,13 +122,16 @@ class _Pattern(NamedTuple):
   """What a token chunk holds of every layer: all that its cutting depends on.
 
   Attributes:
-    sinks: whether the sinks are in it.
+    sinks: whether they are in it, layer by layer; () is in none.
     groups: of the prefix.
+    skipped: of those, how many the layer's window leaves out at the start; ()
+      is none anywhere.
     blocks: of the tail.
   """
 
-  sinks: bool
+  sinks: tuple[bool, ...]
   groups: int
+  skipped: tuple[int, ...]
   blocks: int
 
 
@@ -254,6 +260,36 @@ class WireFormat:
         size += 2 * heads * along * METADATA_BYTES  # scale and offset
     return size
 
+  def first_token(
+    self, layer_group: int, layer: int, prompt_tokens: int
+  ) -> int:
+    """Returns the first token of the prompt that a row of decode can see.
+
+    The first row stands at P and sees from P - window + 1 on; no later one sees
+    more. What stands before never travels.
+
+    Args:
+      layer_group: of the layer.
+      layer: inside the group.
+      prompt_tokens: P.
+    """
+    start, _ = config.layer_ranges(self.model, self.engine)[layer_group]
+    window = self.model.window(start + layer)
+    return max(0, prompt_tokens - window + 1) if window else 0
+
+  def first_group(
+    self, layer_group: int, layer: int, prompt_tokens: int
+  ) -> int:
+    """Returns the first group of the prefix that travels; see `first_token`."""
+    return (
+      self.first_token(layer_group, layer, prompt_tokens) // self.codec.group
+    )
+
+  def has_sinks(self, layer_group: int, layer: int, prompt_tokens: int) -> bool:
+    """Returns whether the sinks of a layer travel."""
+    first = self.first_token(layer_group, layer, prompt_tokens)
+    return self.codec.prefix_end(prompt_tokens) > 0 and first < self.codec.sinks
+
   def token_chunks(self, prompt_tokens: int) -> int:
     """Returns ceil(P / C) + 1: the last, pseudo token chunk is the tail.
 
@@ -327,30 +363,50 @@ class WireFormat:
     end = self.codec.prefix_end(prompt_tokens)
     if token_chunk == self.token_chunks(prompt_tokens) - 1:
       blocks = math.ceil((prompt_tokens - end) / TAIL_BLOCK)
-      return _Pattern(sinks=False, groups=0, blocks=blocks), 0
+      return _Pattern(sinks=(), groups=0, skipped=(), blocks=blocks), 0
     # C=256, Q=128, E=640: token chunk 0 → groups 0, 1; 2 → group 4; 3 → none
     size, group = self.engine.token_chunk, self.codec.group
     first = token_chunk * size // group
-    stop = min((token_chunk + 1) * size, end) // group
-    sinks = token_chunk == 0 and end > 0 and self.codec.sinks > 0
-    return _Pattern(sinks=sinks, groups=max(0, stop - first), blocks=0), first
+    groups = max(0, min((token_chunk + 1) * size, end) // group - first)
+    places = [
+      (layer_group, layer)
+      for layer_group, layers in enumerate(self.layer_counts)
+      for layer in range(layers)
+    ]
+    sinks: tuple[bool, ...] = ()
+    if token_chunk == 0:
+      sinks = tuple(self.has_sinks(*place, prompt_tokens) for place in places)
+    skipped: tuple[int, ...] = ()
+    if self._has_windows:
+      skipped = tuple(
+        min(max(0, self.first_group(*place, prompt_tokens) - first), groups)
+        for place in places
+      )
+    return _Pattern(sinks, groups, skipped, blocks=0), first
+
+  @functools.cached_property
+  def _has_windows(self) -> bool:
+    return any(map(self.model.window, range(self.model.layers)))
 
   def _units(self, pattern: '_Pattern') -> Iterator[Unit]:
     """Yields units in manifest order.
 
     The order is layer group, sinks before prefix, layer, index, plane.
     """
+    start = 0  # number of the group's first layer
     for layer_group, layers in enumerate(self.layer_counts):
-      if pattern.sinks:
-        for layer in range(layers):
+      for layer in range(layers):
+        if pattern.sinks and pattern.sinks[start + layer]:
           yield Unit(Segment.SINKS, 0, layer_group, layer, 0)
       planes = range(self.planes(layer_group))
       for layer in range(layers):
-        for index in range(pattern.groups):
+        skipped = pattern.skipped[start + layer] if pattern.skipped else 0
+        for index in range(skipped, pattern.groups):
           for plane in planes:
             yield Unit(Segment.PREFIX, plane, layer_group, layer, index)
         for index in range(pattern.blocks):
           yield Unit(Segment.TAIL, 0, layer_group, layer, index)
+      start += layers
 
   def _chunks(self, pattern: '_Pattern') -> Iterator[Chunk]:
     """Yields the chunks of a pattern, as if of request 0 and token chunk 0."""
@@ -419,10 +475,14 @@ class WireFormat:
         self.unit_bytes(Segment.PREFIX, plane, layer_group)
         for plane in range(self.planes(layer_group))
       ]
-      sinks = self.unit_bytes(Segment.SINKS, 0, layer_group) if end else 0
-      tail = blocks * self.unit_bytes(Segment.TAIL, 0, layer_group)
-      anchor += layers * (sinks + groups * sizes[0] + tail)
-      residual += layers * groups * sum(sizes[1:])
+      anchor += layers * blocks * self.unit_bytes(Segment.TAIL, 0, layer_group)
+      for layer in range(layers):
+        if self.has_sinks(layer_group, layer, prompt_tokens):
+          anchor += self.unit_bytes(Segment.SINKS, 0, layer_group)
+        first = self.first_group(layer_group, layer, prompt_tokens)
+        sent = max(0, groups - first)
+        anchor += sent * sizes[0]
+        residual += sent * sum(sizes[1:])
     return StreamBytes(anchor, residual)
 
   def bits_a_value(self, prompt_tokens: int) -> Bits:
@@ -499,13 +559,19 @@ class Progress:
     end = wire.codec.prefix_end(prompt_tokens)
     groups = end // self._group
     blocks = math.ceil((prompt_tokens - end) / TAIL_BLOCK)
-    sinks = bool(end and wire.codec.sinks)
-    self._anchor_left = wire.model.layers * (sinks + groups + blocks)
+    self._anchor_left = wire.model.layers * blocks
     # [layer group][group of tokens]: units of planes 1.. still missing
-    self._residual_left = [
-      [layers * (wire.planes(layer_group) - 1)] * groups
-      for layer_group, layers in enumerate(wire.layer_counts)
-    ]
+    self._residual_left = []
+    for layer_group, layers in enumerate(wire.layer_counts):
+      sent = [0] * groups  # layers that send a group
+      for layer in range(layers):
+        self._anchor_left += wire.has_sinks(layer_group, layer, prompt_tokens)
+        first = wire.first_group(layer_group, layer, prompt_tokens)
+        for index in range(first, groups):
+          sent[index] += 1
+      self._anchor_left += sum(sent)
+      planes = wire.planes(layer_group)
+      self._residual_left.append([count * (planes - 1) for count in sent])
     self._leading = [0] * len(wire.layer_counts)
     self._advance()
 

@@ -1,0 +1,618 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What model files say about an architecture, as values of `ModelConfig`.
+
+It reads no tensor. A family is a row of a table here, and nowhere else a name
+to branch on. What a file says and no value can express is refused, by name:
+nothing is ever ignored silently.
+
+Sources: the configuration classes of transformers 5.24
+(https://github.com/huggingface/transformers, src/transformers/models/*) and
+the loaders of llama.cpp (https://github.com/ggml-org/llama.cpp, src/models).
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from lynx_jax import config as config_lib
+from lynx_jax.config import Activation, LocalLayers, RopeScaling, Scaling
+from lynx_jax.models import errors, gguf_file, transformer
+
+# A parameter's path in the module, such as ('layers', 3, 'q').
+ParameterPath = tuple[str | int, ...]
+Raw = Mapping[str, Any]
+
+REPAIR = 'Fetch or convert the model again; nothing was loaded.'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+  """A model as a format stores it.
+
+  Attributes:
+    config: its dimensions.
+    names: stored tensor → the parameter that it fills.
+    ignored: names of tensors that are no part of a text model, or that follow
+      from others.
+    norm_offset: added to stored norm weights (Gemma stores w of 1 + w).
+    rope_pairs: Q and K rows stand in pairs (2i, 2i + 1) instead of halves.
+  """
+
+  config: config_lib.ModelConfig
+  names: dict[str, ParameterPath]
+  ignored: re.Pattern[str]
+  norm_offset: float = 0.0
+  rope_pairs: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Family:
+  """A row of the table.
+
+  Attributes:
+    values: of `ModelConfig`.
+    defaults: of the fields of `config.json` that published ones leave out.
+    is_local: (layer, config.json) → whether it has a sliding window, where
+      `layer_types` does not say; None has none.
+    is_gemma: embeddings scaled by sqrt(D), norms of 1 + w, logits scaled by
+      `query_pre_attn_scalar`.
+  """
+
+  values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  is_local: Callable[[int, Raw], bool] | None = None
+  is_gemma: bool = False
+
+
+def _qwen_is_local(layer: int, raw: Raw) -> bool:
+  if not raw.get('use_sliding_window'):
+    return False
+  return layer >= raw.get('max_window_layers', 28)
+
+
+_GEMMA_DEFAULTS = {
+  'num_attention_heads': 8,
+  'num_key_value_heads': 4,
+  'head_dim': 256,
+  'rms_norm_eps': 1e-6,
+  'hidden_activation': 'gelu_pytorch_tanh',
+  'query_pre_attn_scalar': 256,
+  'sliding_window': 4096,
+  'tie_word_embeddings': True,
+}
+_GEMMA2 = _Family(
+  values={'post_norms': True},
+  defaults=_GEMMA_DEFAULTS
+  | {
+    'vocab_size': 256_000,
+    'max_position_embeddings': 8192,
+    'attn_logit_softcapping': 50.0,
+    'final_logit_softcapping': 30.0,
+  },
+  is_local=lambda layer, raw: layer % 2 == 0,
+  is_gemma=True,
+)
+_GEMMA3 = _Family(
+  values={'post_norms': True, 'qk_norm': True},
+  defaults=_GEMMA_DEFAULTS
+  | {
+    'vocab_size': 262_208,
+    'max_position_embeddings': 131_072,
+    'rope_theta': 1_000_000.0,
+    'rope_local_base_freq': 10_000.0,
+  },
+  is_local=lambda layer, raw: (
+    (layer + 1)
+    % (
+      raw.get('sliding_window_pattern')
+      or raw.get('_sliding_window_pattern')
+      or 6
+    )
+    != 0
+  ),
+  is_gemma=True,
+)
+_HF_FAMILIES = {
+  'llama': _Family(),
+  'mistral': _Family(
+    defaults={'sliding_window': 4096}, is_local=lambda layer, raw: True
+  ),
+  'qwen2': _Family(values={'qkv_bias': True}, is_local=_qwen_is_local),
+  'qwen3': _Family(
+    values={'qk_norm': True},
+    defaults={'head_dim': 128},
+    is_local=_qwen_is_local,
+  ),
+  'gemma2': _GEMMA2,
+  'gemma3_text': _GEMMA3,
+  'gemma3': _GEMMA3,  # its `text_config`
+}
+_GGUF_FAMILIES = {
+  'llama': _Family(),  # of Llama, Mistral and SmolLM2
+  'qwen2': _HF_FAMILIES['qwen2'],
+  'qwen3': _HF_FAMILIES['qwen3'],
+  'gemma3': _GEMMA3,
+}
+# Blocks of Gemma 3 27B, whose logits are scaled by 1 / sqrt(D / N); a GGUF does
+# not say so.
+_GEMMA3_27B_LAYERS = 62
+
+SUPPORTED = (
+  f'Supported are {", ".join(_HF_FAMILIES)} as Hugging Face directories and '
+  f'{", ".join(_GGUF_FAMILIES)} as GGUF, without experts, quantised '
+  'safetensors or RoPE scaling other than linear and llama3.'
+)
+
+_ACTIVATIONS = {
+  'silu': Activation.SILU,
+  'gelu_pytorch_tanh': Activation.GELU_TANH,
+}
+_HF_TOP = {
+  'model.embed_tokens.weight': 'embedding',
+  'model.norm.weight': 'final_norm',
+  'lm_head.weight': 'unembedding',
+}
+_HF_LAYER = {
+  'input_layernorm.weight': 'attention_norm',
+  'self_attn.q_proj.weight': 'q',
+  'self_attn.k_proj.weight': 'k',
+  'self_attn.v_proj.weight': 'v',
+  'self_attn.o_proj.weight': 'o',
+  'mlp.gate_proj.weight': 'gate',
+  'mlp.up_proj.weight': 'up',
+  'mlp.down_proj.weight': 'down',
+}
+_HF_BIAS = {
+  'self_attn.q_proj.bias': 'q_bias',
+  'self_attn.k_proj.bias': 'k_bias',
+  'self_attn.v_proj.bias': 'v_bias',
+}
+_HF_QK_NORM = {
+  'self_attn.q_norm.weight': 'q_norm',
+  'self_attn.k_norm.weight': 'k_norm',
+}
+_HF_PRE_NORM = {'post_attention_layernorm.weight': 'mlp_norm'}
+_HF_POST_NORMS = {
+  'post_attention_layernorm.weight': 'attention_post_norm',
+  'pre_feedforward_layernorm.weight': 'mlp_norm',
+  'post_feedforward_layernorm.weight': 'mlp_post_norm',
+}
+# Old checkpoints store a table that follows from rope_theta; Gemma 3 of 4B and
+# more comes with a vision tower.
+_HF_IGNORED = re.compile(
+  r'model\.(layers\.\d+\.self_attn\.)?rotary_emb\..*'
+  r'|(model\.)?(vision_tower|multi_modal_projector)\..*'
+)
+_GGUF_TOP = {
+  'token_embd.weight': 'embedding',
+  'output_norm.weight': 'final_norm',
+  'output.weight': 'unembedding',
+}
+_GGUF_LAYER = {
+  'attn_norm.weight': 'attention_norm',
+  'attn_q.weight': 'q',
+  'attn_k.weight': 'k',
+  'attn_v.weight': 'v',
+  'attn_output.weight': 'o',
+  'ffn_norm.weight': 'mlp_norm',
+  'ffn_gate.weight': 'gate',
+  'ffn_up.weight': 'up',
+  'ffn_down.weight': 'down',
+}
+_GGUF_BIAS = {
+  'attn_q.bias': 'q_bias',
+  'attn_k.bias': 'k_bias',
+  'attn_v.bias': 'v_bias',
+}
+_GGUF_QK_NORM = {'attn_q_norm.weight': 'q_norm', 'attn_k_norm.weight': 'k_norm'}
+_GGUF_POST_NORMS = {
+  'post_attention_norm.weight': 'attention_post_norm',
+  'post_ffw_norm.weight': 'mlp_post_norm',
+}
+# Of Llama 3: by what each RoPE frequency is divided.
+ROPE_DIVISORS = 'rope_freqs.weight'
+
+
+def of_directory(path: epath.Path, dtype: str) -> Stored:
+  """Reads `config.json` in the spelling of transformers 4 or 5.
+
+  Raises:
+    WeightsError: it names an architecture or a value that is not supported.
+  """
+  source = path / 'config.json'
+  whole = errors.read_json(source)
+  kind = whole.get('model_type')
+  family = _HF_FAMILIES.get(kind) if isinstance(kind, str) else None
+  if family is None:
+    raise errors.WeightsError(
+      source,
+      [f'model_type is {kind!r}, must be one of {", ".join(_HF_FAMILIES)}'],
+      SUPPORTED,
+    )
+  text = whole.get('text_config', {}) if kind == 'gemma3' else whole
+  if not isinstance(text, dict):
+    raise errors.WeightsError(source, ['text_config is no object'], REPAIR)
+  raw = dict(family.defaults) | text
+  fields = Fields(raw, lambda name: name)
+  heads = fields.integer('num_attention_heads')
+  model_dim = fields.integer('hidden_size')
+  layers = fields.integer('num_hidden_layers')
+  rope, local_theta = _hf_rope(raw, fields)
+  values: dict[str, Any] = {
+    'name': path.resolve().name,
+    'layers': layers,
+    'heads': heads,
+    'kv_heads': fields.integer('num_key_value_heads', heads),
+    'head_dim': fields.integer('head_dim', model_dim // heads if heads else 0),
+    'model_dim': model_dim,
+    'ff_dim': fields.integer('intermediate_size'),
+    'vocab': fields.integer('vocab_size'),
+    'context_tokens': fields.integer('max_position_embeddings'),
+    'rms_eps': fields.number('rms_norm_eps'),
+    'tied_embeddings': raw.get('tie_word_embeddings') is True,
+    'activation': fields.choice(
+      'hidden_activation' if family.is_gemma else 'hidden_act',
+      _ACTIVATIONS,
+      'silu',
+    ),
+    'dtype': dtype,
+    **rope,
+    **family.values,
+  }
+  if family.is_gemma:
+    values['embedding_scale'] = model_dim**0.5
+    values['logits_scale'] = fields.number('query_pre_attn_scalar') ** -0.5
+    for field, name in (
+      ('attn_logit_softcapping', 'attention_soft_cap'),
+      ('final_logit_softcapping', 'final_soft_cap'),
+    ):
+      values[name] = fields.optional(field)
+  if layers <= _MOST_LAYERS:
+    values['local'] = _hf_local(raw, family, layers, local_theta, fields)
+  fields.expect('attention_bias', False)
+  fields.expect('mlp_bias', False)
+  fields.expect('use_bidirectional_attention', False)
+  fields.expect('quantization_config', None)
+  if whole is not text and whole.get('quantization_config') is not None:
+    fields.refuse('quantization_config', whole['quantization_config'])
+  config = fields.config(source, values)
+  return Stored(
+    config=config,
+    names=_names(
+      config,
+      top=_HF_TOP,
+      layer=_HF_LAYER | (_HF_POST_NORMS if config.post_norms else _HF_PRE_NORM),
+      bias=_HF_BIAS,
+      qk_norm=_HF_QK_NORM,
+      pattern='model.layers.{}.{}',
+      prefix='language_model.' if kind == 'gemma3' else '',
+    ),
+    ignored=_HF_IGNORED,
+    norm_offset=1.0 if family.is_gemma else 0.0,
+  )
+
+
+# A damaged count may be in the millions; it is refused with the tensors.
+_MOST_LAYERS = 10_000
+
+
+def _hf_rope(raw: Raw, fields: 'Fields') -> tuple[dict[str, Any], float | None]:
+  """Returns base and scaling, and the base of local layers if it differs."""
+  # 5 keeps RoPE in one dict, or in one for each type of layer; 4 has top-level
+  # bases and an optional scaling.
+  rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
+  local: Any = {}
+  if isinstance(rope, dict) and (
+    'full_attention' in rope or 'sliding_attention' in rope
+  ):
+    local = rope.get('sliding_attention') or {}
+    rope = rope.get('full_attention') or {}
+  if not isinstance(rope, dict) or not isinstance(local, dict):
+    fields.problem(f'RoPE parameters are {rope!r}, must be a dict')
+    return {}, None
+  own = {'rope_theta': raw.get('rope_theta')} | _given(rope)
+  inner = Fields(own, lambda name: name, problems=fields.problems)
+  kind = own.get('rope_type', own.get('type'))
+  scaling = None
+  if kind in (Scaling.LINEAR.value, Scaling.LLAMA3.value):
+    scaling = {'kind': Scaling(kind), 'factor': inner.number('factor')}
+    if kind == Scaling.LLAMA3.value:
+      scaling['low_freq_factor'] = inner.number('low_freq_factor')
+      scaling['high_freq_factor'] = inner.number('high_freq_factor')
+      scaling['original_context_tokens'] = inner.integer(
+        'original_max_position_embeddings'
+      )
+  elif kind not in (None, 'default'):
+    inner.refuse('rope_type', kind)
+  inner.expect('partial_rotary_factor', 1.0)
+  if local.get('rope_type') not in (None, 'default'):
+    inner.refuse('rope_type', local['rope_type'])
+  theta = local.get('rope_theta', raw.get('rope_local_base_freq'))
+  return {
+    'rope_theta': inner.number('rope_theta', 10_000.0),
+    'rope_scaling': fields.build(RopeScaling, scaling),
+  }, theta
+
+
+def _hf_local(
+  raw: Raw,
+  family: _Family,
+  layers: int,
+  theta: float | None,
+  fields: 'Fields',
+) -> LocalLayers | None:
+  types = raw.get('layer_types')
+  window = raw.get('sliding_window')
+  if types is None:
+    is_local = family.is_local
+    if is_local is None:
+      fields.expect('sliding_window', None)
+      return None
+    # Mistral and Qwen2 name no window where they use none.
+    if window is None and not family.is_gemma:
+      return None
+    local = tuple(i for i in range(layers) if is_local(i, raw))
+  else:
+    known = {'full_attention': False, 'sliding_attention': True}
+    if not isinstance(types, list) or len(types) != layers:
+      fields.problem(f'layer_types must be a list of {layers}')
+      return None
+    for kind in sorted({str(kind) for kind in types} - known.keys()):
+      fields.refuse('layer_types', kind)
+    local = tuple(i for i, kind in enumerate(types) if known.get(kind))
+  if not local:
+    return None
+  return fields.build(
+    LocalLayers,
+    {
+      'window': fields.integer('sliding_window'),
+      'layers': local,
+      'rope_theta': theta,
+    },
+  )
+
+
+def of_gguf(file: gguf_file.GgufFile, dtype: str) -> Stored:
+  """Reads the dimensions from a GGUF's metadata.
+
+  Raises:
+    WeightsError: it names an architecture or a value that is not supported.
+  """
+  architecture = file.metadata.get('general.architecture')
+  family = (
+    _GGUF_FAMILIES.get(architecture) if isinstance(architecture, str) else None
+  )
+  if family is None:
+    raise errors.WeightsError(
+      file.path,
+      [
+        f'general.architecture is {architecture!r}, must be one of '
+        f'{", ".join(_GGUF_FAMILIES)}'
+      ],
+      SUPPORTED,
+    )
+  fields = Fields(file.metadata, lambda name: f'{architecture}.{name}')
+  heads = fields.integer('attention.head_count')
+  model_dim = fields.integer('embedding_length')
+  head_dim = fields.integer(
+    'attention.key_length', model_dim // heads if heads else 0
+  )
+  layers = fields.integer('block_count')
+  embedding = file.tensors.get('token_embd.weight')
+  rows = embedding.shape[0] if embedding else 0
+  rope_theta = fields.number('rope.freq_base', 10_000.0)
+  values: dict[str, Any] = {
+    'name': file.path.stem,
+    'layers': layers,
+    'heads': heads,
+    'kv_heads': fields.integer('attention.head_count_kv', heads),
+    'head_dim': head_dim,
+    'model_dim': model_dim,
+    'ff_dim': fields.integer('feed_forward_length'),
+    # Old converters did not write the size.
+    'vocab': fields.integer('vocab_size', rows),
+    'context_tokens': fields.integer('context_length'),
+    'rope_theta': rope_theta,
+    'rope_scaling': _gguf_scaling(file, head_dim, rope_theta, fields),
+    'rms_eps': fields.number('attention.layer_norm_rms_epsilon'),
+    # The format's own rule: no unembedding means that it is the embedding.
+    'tied_embeddings': 'output.weight' not in file.tensors,
+    'dtype': dtype,
+    **family.values,
+  }
+  if family.is_gemma:
+    pattern = fields.integer('attention.sliding_window_pattern', 6)
+    values |= {
+      'activation': Activation.GELU_TANH,
+      'embedding_scale': model_dim**0.5,
+      'final_soft_cap': fields.optional('final_logit_softcapping'),
+      'local': fields.build(
+        LocalLayers,
+        {
+          'window': fields.integer('attention.sliding_window'),
+          'layers': tuple(
+            i
+            for i in range(min(layers, _MOST_LAYERS))
+            if pattern and (i + 1) % pattern
+          ),
+          'rope_theta': fields.number('rope.freq_base_swa', 10_000.0),
+        },
+      ),
+    }
+    if layers == _GEMMA3_27B_LAYERS and heads:
+      values['logits_scale'] = (model_dim // heads) ** -0.5
+  else:
+    fields.expect('attention.sliding_window', 0)
+    fields.expect('final_logit_softcapping', None)
+  fields.expect('attn_logit_softcapping', None)
+  fields.expect('rope.dimension_count', head_dim)
+  fields.expect('attention.value_length', head_dim)
+  fields.expect('expert_count', 0)
+  config = fields.config(file.path, values)
+  return Stored(
+    config=config,
+    names=_names(
+      config,
+      top=_GGUF_TOP,
+      layer=_GGUF_LAYER | (_GGUF_POST_NORMS if config.post_norms else {}),
+      bias=_GGUF_BIAS,
+      qk_norm=_GGUF_QK_NORM,
+      pattern='blk.{}.{}',
+    ),
+    ignored=re.compile(re.escape(ROPE_DIVISORS)),
+    rope_pairs=architecture == 'llama',
+  )
+
+
+def _gguf_scaling(
+  file: gguf_file.GgufFile, head_dim: int, theta: float, fields: 'Fields'
+) -> RopeScaling | None:
+  kind = file.metadata.get(fields.key('rope.scaling.type'))
+  if ROPE_DIVISORS in file.tensors:
+    fields.expect('rope.scaling.type', 'none')
+    return _llama3_scaling(file, head_dim, theta, fields)
+  fields.expect('rope.scale_linear', 1.0)  # of old files
+  has_factor = fields.key('rope.scaling.factor') in file.metadata
+  # llama.cpp's own default of the kind is linear.
+  if kind == Scaling.LINEAR.value or (kind is None and has_factor):
+    factor = fields.number('rope.scaling.factor')
+    return fields.build(RopeScaling, {'kind': Scaling.LINEAR, 'factor': factor})
+  fields.expect('rope.scaling.type', 'none')
+  return None
+
+
+def _llama3_scaling(
+  file: gguf_file.GgufFile, head_dim: int, theta: float, fields: 'Fields'
+) -> RopeScaling | None:
+  """Recognises the rule behind a table of divisors.
+
+  Converters write the table for Llama 3.1 and later, whose rules differ in the
+  factor alone: the largest divisor.
+  """
+  divisors = file.tensor(ROPE_DIVISORS)
+  scaling = fields.build(
+    RopeScaling,
+    {'kind': Scaling.LLAMA3, 'factor': float(divisors.max(initial=0.0))},
+  )
+  if scaling is None or head_dim < 2:
+    return None
+  plain, scaled = (
+    transformer.rope_frequencies(head_dim, theta, rule)
+    for rule in (None, scaling)
+  )
+  if divisors.shape != plain.shape or not np.allclose(
+    plain / divisors, scaled, rtol=1e-4
+  ):
+    fields.problem(
+      f'{ROPE_DIVISORS} does not follow the rule of Llama 3 (factor '
+      f'{scaling.factor:g}, 1 to 4 turns in 8192 tokens)'
+    )
+  return scaling
+
+
+def _names(
+  config: config_lib.ModelConfig,
+  *,
+  top: Mapping[str, str],
+  layer: Mapping[str, str],
+  bias: Mapping[str, str],
+  qk_norm: Mapping[str, str],
+  pattern: str,
+  prefix: str = '',
+) -> dict[str, ParameterPath]:
+  """Returns the parameter that each stored name of a model fills."""
+  names: dict[str, ParameterPath] = {
+    prefix + name: (parameter,)
+    for name, parameter in top.items()
+    if parameter != 'unembedding' or not config.tied_embeddings
+  }
+  parts = dict(layer)
+  if config.qkv_bias:
+    parts |= bias
+  if config.qk_norm:
+    parts |= qk_norm
+  for i in range(min(config.layers, _MOST_LAYERS)):
+    for name, parameter in parts.items():
+      names[prefix + pattern.format(i, name)] = ('layers', i, parameter)
+  return names
+
+
+def _given(values: Raw) -> dict[str, Any]:
+  return {name: value for name, value in values.items() if value is not None}
+
+
+class Fields:
+  """Reads typed values and gathers what is wrong with them."""
+
+  def __init__(
+    self,
+    values: Raw,
+    key: Callable[[str], str],
+    problems: list[str] | None = None,
+  ):
+    self.key = key
+    self.problems: list[str] = [] if problems is None else problems
+    self._values = values
+
+  def integer(self, name: str, default: int | None = None) -> int:
+    return self._typed(name, default, int, 'a positive integer') or 0
+
+  def number(self, name: str, default: float | None = None) -> float:
+    value = self._typed(name, default, int | float, 'a positive number')
+    # GGUF stores float32: 1e-5 must not come back as 9.99999975e-06.
+    return float(str(np.float32(value or 1.0)))
+
+  def optional(self, name: str) -> float | None:
+    if self._values.get(self.key(name)) is None:
+      return None
+    return self.number(name)
+
+  def choice(self, name: str, known: Mapping[str, Any], default: str) -> Any:
+    value = self._values.get(self.key(name))
+    value = default if value is None else value
+    if not isinstance(value, str) or value not in known:
+      self.refuse(name, value)
+      value = default
+    return known[value]
+
+  def expect(self, name: str, only: Any) -> None:
+    """Takes no value but `only`; absent is fine."""
+    value = self._values.get(self.key(name))
+    if value is not None and value != only:
+      self.refuse(name, value)
+
+  def refuse(self, name: str, value: Any) -> None:
+    self.problem(f'{self.key(name)}={value!r} is not supported')
+
+  def problem(self, text: str) -> None:
+    self.problems.append(text)
+
+  def build(self, kind: Callable[..., Any], values: Raw | None) -> Any:
+    """Returns `kind(**values)`; what is wrong with it becomes a problem."""
+    if values is None or self.problems:
+      return None
+    try:
+      return kind(**values)
+    except config_lib.ConfigError as error:
+      self.problem(str(error))
+      return None
+
+  def config(self, source: epath.Path, values: Raw) -> config_lib.ModelConfig:
+    """Returns the config, or raises all problems as one error."""
+    config = self.build(config_lib.ModelConfig, values)
+    if config is not None:
+      return config
+    raise errors.WeightsError(source, self.problems, f'{SUPPORTED} {REPAIR}')
+
+  def _typed(self, name: str, default: Any, kind: Any, what: str) -> Any:
+    value = self._values.get(self.key(name))
+    value = default if value is None else value
+    # To Python a boolean is an integer.
+    if isinstance(value, kind) and not isinstance(value, bool) and value > 0:
+      return value
+    self.problem(f'{self.key(name)}={value!r} must be {what}')
+    return None
