@@ -153,7 +153,6 @@ class RemotePrefill:
     self._transport = Receiver(
       self._layouts,
       wire.engine.chunk_bytes,
-      credit_bytes=window_bytes // _CREDITS,
       pace=pace,
       landed=self._on_landed,
       damaged=self._on_damaged,
@@ -411,6 +410,7 @@ class RemotePrefill:
       raise
     with self._lock:
       self._offset_s, self._transport.rtt_s = offset_s, rtt_s
+      self._transport.credit_bytes = answer.window_bytes // _CREDITS
       self._lease_s = answer.lease_s
       self._heard_s = self._beaten_s = time.monotonic()
       self._channel, self._broken, self._lost = channel, None, None

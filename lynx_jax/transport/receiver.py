@@ -127,7 +127,8 @@ class Receiver:
     layouts: returns what the payload of a chunk looks like, slice by slice.
     chunk_bytes: size of a chunk, for the window.
     credit_bytes: the sender is told of so much at once, unless nothing else is
-      under way: a message costs 0.5 ms of CPU time on either side.
+      under way: a message costs 0.5 ms of CPU time on either side. It may be
+      changed at any time.
     pace: an emulated link; None is the real one.
     landed: is told, from the thread, which uuids the sender can forget.
     damaged: is told, from the thread, of a chunk that came damaged or not at
@@ -145,7 +146,7 @@ class Receiver:
     damaged: Callable[[streams.Chunk, int, Exception], None],
   ):
     self._layouts, self._chunk_bytes = layouts, chunk_bytes
-    self._credit_bytes, self._pace = credit_bytes, pace
+    self._pace = pace
     self._landed, self._damaged = landed, damaged
     self._changed = threading.Condition()  # guards everything below
     self._link: pull.Link | None = None
@@ -168,6 +169,7 @@ class Receiver:
     self._blocked = False  # the next chunk does not fit into the window
     self._poked = self._closed = False
     self._error: BaseException | None = None
+    self.credit_bytes = credit_bytes
     self.rtt_s = 0.0  # measured by whoever owns the control channel
     self._thread = threading.Thread(
       target=self._run, name='lynx-receiver', daemon=True
@@ -420,7 +422,7 @@ class Receiver:
   def _credit(self, now_s: float) -> list[int]:
     """Returns the uuids of which the sender shall be told now."""
     idle = not self._flights and not self._published
-    due = self._freed_bytes >= self._credit_bytes or idle
+    due = self._freed_bytes >= self.credit_bytes or idle
     if not due and now_s < self._freed_s + _LATEST_CREDIT_S:
       return []
     freed, self._freed, self._freed_bytes = self._freed, [], 0
