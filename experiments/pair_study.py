@@ -154,7 +154,7 @@ def _second_request(engine: Engine) -> Iterator[dict[str, Any]]:
 
 def _steps_with_pulls(engine: Engine, pace: Pace) -> Iterator[dict[str, Any]]:
   """A round's time while another request's chunks come, against without."""
-  ratios = []
+  pairs = []  # seconds with, without
   pace.rate_gbps = _FAST_GBPS
   for seed in range(_PAIRS):
     first = engine.submit(
@@ -188,10 +188,16 @@ def _steps_with_pulls(engine: Engine, pace: Pace) -> Iterator[dict[str, Any]]:
     without = [s for at_s, s in spans if at_s < began_s or at_s > end_s]
     engine.forget(first)
     assert with_pulls, 'the first request ended too soon'
-    ratios.append(statistics.median(with_pulls) / statistics.median(without))
+    pairs.append((statistics.median(with_pulls), statistics.median(without)))
+  yield results.summary_record(
+    'step_without_pulls_s',
+    statistics.median(without_s for _, without_s in pairs),
+    's',
+    _PAIRS,
+  )
   yield results.summary_record(
     'step_time_with_pulls_over_without',
-    statistics.median(ratios),
+    statistics.median(with_s / without_s for with_s, without_s in pairs),
     f'at {pace.rate_gbps} Gbit/s',
     _PAIRS,
   )
