@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lynx_jax.engine import Engine, Mode, Request, Result, State
+from lynx_jax.engine import Engine, Mode, Request, Result, Sampling, State
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.patience import Patience, Policy
 from lynx_jax.prefill import NonFiniteError
@@ -139,7 +139,7 @@ class Bench:
     address: where the prefill process serves now.
     suffer: makes a fault of the prefill process.
     held: returns published bytes, prompts and peers that it holds now.
-    prompt: returns token ids by length.
+    prompt, sampling: return token ids and how to draw the next by length.
     references: right output by length.
     output_tokens: how many.
   """
@@ -153,6 +153,7 @@ class Bench:
   suffer: Callable[[PeerFault], None] | None
   held: Callable[[], tuple[int, int, int]]
   prompt: Callable[[int], Sequence[int]]
+  sampling: Callable[[int], Sampling]
   references: Mapping[int, list[int]]
   output_tokens: int
 
@@ -197,6 +198,7 @@ class Bench:
             prompt=self.prompt(length),
             output_tokens=self.output_tokens,
             mode=schedule.mode,
+            sampling=self.sampling(length),
           )
         )
         for length in schedule.lengths

@@ -23,7 +23,7 @@ from typing import Any
 
 from experiments import fault_schedules, namespaces, pair, results
 from lynx_jax import handshake
-from lynx_jax.engine import Engine, Request
+from lynx_jax.engine import Engine, Request, Sampling
 from lynx_jax.remote_prefill import RemotePrefill
 from lynx_jax.transport import control, pull
 from lynx_jax.transport.fault_plan import Peer, PeerFault
@@ -221,7 +221,9 @@ def _bench(processes: Processes) -> fault_schedules.Bench:
     engine.warm_up()
     for length in _LENGTHS:
       references[length] = engine.reference(
-        pair.prompt(_KIND, length), _KIND.engine.output_tokens
+        pair.prompt(_KIND, length),
+        _KIND.engine.output_tokens,
+        sampling=_sampling(length),
       )
   return fault_schedules.Bench(
     wire=_KIND.wire,
@@ -233,9 +235,15 @@ def _bench(processes: Processes) -> fault_schedules.Bench:
     suffer=processes.suffer,
     held=processes.held,
     prompt=functools.partial(pair.prompt, _KIND),
+    sampling=_sampling,
     references=references,
     output_tokens=_KIND.engine.output_tokens,
   )
+
+
+def _sampling(length: int) -> Sampling:
+  """Returns that of a prompt: even lengths are decoded greedily."""
+  return Sampling(temperature=float(length % 2), seed=length)
 
 
 if __name__ == '__main__':

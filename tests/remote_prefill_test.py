@@ -242,6 +242,7 @@ def test_a_fault_schedule_ends_well(
     suffer=None,  # see below for processes that die or stop
     held=child.held,
     prompt=lambda length: engines.prompt(length).tolist(),
+    sampling=_how,
     references=references,
     output_tokens=OUTPUTS,
   )

@@ -111,10 +111,14 @@ def test_both_sides_on_this_machine(tmp_path):
   out, err = process.communicate(timeout=280)
   assert process.returncode == 0, err
   assert 'starting the prefill process' in out
-  requests = [
-    r for r in results.read(tmp_path / results.FILE) if r['kind'] == 'request'
-  ]
+  records = [*results.read(tmp_path / results.FILE)]
+  requests = [r for r in records if r['kind'] == 'request']
   assert {r['scheme'] for r in requests} == {'int8', 'lynx'}
+  # The receiver's reads of digests are not among them.
+  (fetches,) = [
+    r['value'] for r in records if r.get('name') == 'fetches_per_draft_round'
+  ]
+  assert fetches == 1
   for record in requests:
     assert record['equal_to_reference'] in (True, None)
     # Nothing beats the bound, whose clock and bytes come from two processes.
