@@ -10,7 +10,6 @@ root, `cuts` takes a real link down, for 5 s and for good.
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import json
 import signal
@@ -72,9 +71,7 @@ def run(known: Any, schedules: int = SCHEDULES) -> Iterator[dict[str, Any]]:
       bench = _bench(processes)
     for seed in left:
       outcome = bench.run(fault_schedules.draw(seed, _LENGTHS))
-      record = results.schedule_record(
-        seed, versions=versions, **dataclasses.asdict(outcome)
-      )
+      record = results.schedule_record(seed, versions=versions, **vars(outcome))
       ended[seed] = record['detail']
       yield record
   found = [ended[seed] for seed in range(schedules)]

@@ -401,39 +401,41 @@ class _Client:
     self.beats: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
     self._chunks: dict[int, dict[tuple[int, int], Any]] = {}
     self._left: dict[tuple[int, Stream], int] = {}
+    self._submitting = threading.Lock()  # chunks may be published meanwhile
     self._next = 0
     threading.Thread(target=self._read, daemon=True).start()
 
   def submit(self, tokens: int) -> int:
     """Asks for a prompt; returns its id."""
     request, self._next = self._next, self._next + 1
-    chunks = {
-      (c.key.token_chunk, c.key.sequence): c
-      for token_chunk in range(self._wire.token_chunks(tokens))
-      for c in self._wire.manifest(request, tokens, token_chunk)
-    }
-    self._chunks[request] = chunks
-    self.receiver.expect(
-      request,
-      chunks.values(),
-      arrival_s=time.monotonic(),
-      deadline_s=math.inf,
-    )
-    self._channel.send(
-      messages.Submit(
-        request=request,
-        generation=0,
-        prompt=bytes(tokens),  # only its length is used
-        manifest=handshake.manifest_hash(self._wire, tokens),
-        mode='overlapped',
-        deadline_in_s=None,
-        landed=(),
+    with self._submitting:
+      self._channel.send(
+        messages.Submit(
+          request=request,
+          generation=0,
+          prompt=bytes(tokens),  # only its length is used
+          manifest=handshake.manifest_hash(self._wire, tokens),
+          mode='overlapped',
+          deadline_in_s=None,
+          landed=(),
+        )
       )
-    )
-    self._left |= {
-      (request, stream): sum(c.stream is stream for c in chunks.values())
-      for stream in Stream
-    }
+      chunks = {
+        (c.key.token_chunk, c.key.sequence): c
+        for token_chunk in range(self._wire.token_chunks(tokens))
+        for c in self._wire.manifest(request, tokens, token_chunk)
+      }
+      self._chunks[request] = chunks
+      self.receiver.expect(
+        request,
+        chunks.values(),
+        arrival_s=time.monotonic(),
+        deadline_s=math.inf,
+      )
+      self._left |= {
+        (request, stream): sum(c.stream is stream for c in chunks.values())
+        for stream in Stream
+      }
     return request
 
   def beat(self) -> None:
@@ -464,9 +466,11 @@ class _Client:
         case messages.Beat():
           self.beats.put(message)
         case messages.Published(request=request, chunks=published):
+          with self._submitting:
+            wanted = self._chunks[request]
           self.receiver.published(
             Announced(
-              self._chunks[request][token_chunk, sequence],
+              wanted[token_chunk, sequence],
               uuid,
               size_bytes,
               text,

@@ -255,23 +255,21 @@ class RemotePrefill:
     timeline: Timeline,
   ) -> None:
     """Sends a prompt; its `timeline` gets the events of prefill and split."""
-    chunks = {
-      (c.key.token_chunk, c.key.sequence): c
-      for token_chunk in range(self._wire.token_chunks(len(prompt)))
-      for c in self._wire.manifest(request, len(prompt), token_chunk)
-    }
-    entry = _Request(
-      request, prompt, mode, sampling, deadline_s, timeline, chunks
-    )
-    self._transport.expect(
-      request,
-      chunks.values(),
-      arrival_s=timeline.arrival_s,
-      deadline_s=deadline_s,
-    )
+    entry = _Request(request, prompt, mode, sampling, deadline_s, timeline, {})
     with self._lock:
+      self._ask_for(entry)  # the sender cuts its manifest while we cut ours
+      entry.chunks = {
+        (c.key.token_chunk, c.key.sequence): c
+        for token_chunk in range(self._wire.token_chunks(len(prompt)))
+        for c in self._wire.manifest(request, len(prompt), token_chunk)
+      }
+      self._transport.expect(
+        request,
+        entry.chunks.values(),
+        arrival_s=timeline.arrival_s,
+        deadline_s=deadline_s,
+      )
       self._requests[request] = entry
-      self._ask_for(entry)
     self._awake.set()
 
   def drop(self, request: int) -> None:
