@@ -138,7 +138,8 @@ class Bench:
     wire, model, fingerprint, sharding, server: of the decode side.
     address: where the prefill process serves now.
     suffer: makes a fault of the prefill process.
-    held: returns published bytes, prompts and peers that it holds now.
+    held: returns published bytes, prompts and peers that it holds, once it
+      is back.
     prompt, sampling: return token ids and how to draw the next by length.
     references: right output by length.
     output_tokens: how many.
@@ -168,12 +169,14 @@ class Bench:
       outcome.ends[type(error).__name__] += len(schedule.lengths)
     outcome.made = {fault.value: n for fault, n in faults.made.items()}
     outcome.seconds = time.monotonic() - start_s
+    left = self.held()  # waits for a process that is stopped
     until_s = time.monotonic() + _FREE_S
-    while self.held() != (0, 0, 0):
+    while left != (0, 0, 0):
       if time.monotonic() > until_s:
         outcome.leaked = True
         break
       time.sleep(0.01)
+      left = self.held()
     return outcome
 
   def _session(
