@@ -5,6 +5,7 @@ It knows no study but the one that it starts; `main` has its help.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -24,7 +25,12 @@ from lynx_jax.transport.streams import TransferError
 Study = Callable[[config.Settings, results.Writer, display.Screen], None]
 
 USER_MISTAKE = 2
-_SEARCH = 'codec_search'
+# Studies by their names in the config, each a module with `run`. They have no
+# second process, and no requests to draw. Any other name is a latency study.
+_STUDIES = {
+  'codec_search': 'experiments.codec_search',
+  'equivalence': 'experiments.equivalence',
+}
 PEER_LOST = 3
 _MOST_KEPT_BYTES = 1 << 30  # of compiled programs; the oldest go first
 _EXAMPLE = '--config=configs/demo.py --workdir=runs/demo'
@@ -115,8 +121,8 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
     if study is None:
       study = _named_study(settings, role, argv)
     study(settings, writer, screen)
-    if settings.study == _SEARCH:
-      return 0  # it has no requests to draw
+    if settings.study in _STUDIES:
+      return 0
     with screen.step('drawing the report'):
       from experiments import report
 
@@ -140,15 +146,14 @@ def _named_study(
   argv: Sequence[str],
 ) -> Study:
   # JAX takes a second to import: mistakes in flags are told before.
-  if settings.study == _SEARCH:
+  if settings.study in _STUDIES:
     if role is not None:
       raise ConfigError(
-        f'--role={role.role}: study {_SEARCH!r} has no transfer; leave it out'
+        f'--role={role.role}: study {settings.study!r} runs in one process; '
+        'leave it out'
       )
     _make_devices(settings.cpu_devices)
-    from experiments import codec_search
-
-    return codec_search.run
+    return importlib.import_module(_STUDIES[settings.study]).run
   if role is None:
     _make_devices(settings.cpu_devices)
     from experiments import latency
@@ -179,7 +184,7 @@ def _keep_programs() -> None:
   """
   import jax
 
-  if jax.config.jax_compilation_cache_dir is not None:
+  if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
     return
   base = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
   place = os.path.join(base, 'lynx_jax', 'programs')

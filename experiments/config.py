@@ -22,6 +22,7 @@ from lynx_jax.config import (
   EngineConfig,
   LayerCodec,
   Order,
+  Rotation,
   TensorCodec,
   require,
 )
@@ -83,6 +84,8 @@ def base() -> ml_collections.ConfigDict:
         'group': 128,
         'sinks': 4,
         'recent_tokens': 64,
+        # An exact plane follows: output equals that of bf16. No rotation.
+        'exact': False,
         # Other widths for ranges of layers: '0:6 k=8 v=4,4; 24:30 v=2,2'.
         'layers': '',
       },
@@ -154,6 +157,9 @@ def base() -> ml_collections.ConfigDict:
       # 'k_rotation=hadamard recent_tokens=128; v_axis=token'. Acceptance is
       # measured for so many of those within most_bits that have the least KL.
       'search': {'codecs': '', 'most_bits': 4.8, 'drafted': 2},
+      # The equivalence study: how many prompts it cuts out of the texts, of how
+      # many tokens at least, and how many of them one call measures (0: all).
+      'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
     }
   )
 
@@ -165,10 +171,13 @@ class SchemeKind:
   Attributes:
     planes: of K and V; None takes those of the config's codec.
     order: how its streams share the link.
+    exact: it has an exact plane and, for that, no rotation; else it has what
+      the config's codec has.
   """
 
   planes: tuple[int, ...] | None
   order: Order = Order.ANCHOR_FIRST
+  exact: bool = False
 
 
 SCHEMES = {
@@ -176,6 +185,7 @@ SCHEMES = {
   'int8': SchemeKind(planes=(8,)),
   'int4': SchemeKind(planes=(4,)),
   'lynx': SchemeKind(planes=None),
+  'lynx_exact': SchemeKind(planes=None, exact=True),
   'interleaved': SchemeKind(planes=None, order=Order.INTERLEAVED),
 }
 
@@ -196,7 +206,9 @@ class Scheme:
 
   @property
   def target(self) -> str:
-    """What its output must equal: `dense` or `planes:k`, of all planes."""
+    """What its output must equal: `dense`, `exact`, or `planes:k`, of all."""
+    if self.codec.exact:
+      return 'exact'
     planes = len(self.codec.k.planes)
     return f'planes:{planes}' if planes else 'dense'
 
@@ -206,7 +218,7 @@ class Scheme:
     tensors = [self.codec.k, self.codec.v]
     for layers in self.codec.layers:
       tensors += [layers.k, layers.v]
-    return any(len(tensor.planes) > 1 for tensor in tensors)
+    return self.codec.exact or any(len(t.planes) > 1 for t in tensors)
 
   def engine(self, base_engine: EngineConfig) -> EngineConfig:
     """Returns the engine's config for this scheme."""
@@ -307,6 +319,28 @@ class Search:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Equivalence:
+  """The prompts of the equivalence study.
+
+  Attributes:
+    prompts: how many parts of the texts.
+    shortest: tokens of a part, at least.
+    at_once: how many one call measures; 0 is all.
+  """
+
+  prompts: int
+  shortest: int
+  at_once: int
+
+  def __post_init__(self):
+    for name, least in (('prompts', 1), ('shortest', 1), ('at_once', 0)):
+      value = getattr(self, name)
+      require(
+        value >= least, f'equivalence.{name}={value} must be {least} or more'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
   """A whole run, checked: what `base` holds, in the library's types."""
 
@@ -333,6 +367,7 @@ class Settings:
   acceptance_drafts: int
   acceptance_tokens: int
   search: Search
+  equivalence: Equivalence
 
   def __post_init__(self):
     for name in ('repeats', 'output_tokens', 'cpu_devices'):
@@ -413,6 +448,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
       most_bits=values.search.most_bits,
       drafted=values.search.drafted,
     ),
+    equivalence=Equivalence(**values.equivalence.to_dict()),
   )
 
 
@@ -428,9 +464,23 @@ def scheme(name: str, codec: CodecConfig) -> Scheme:
       codec,
       k=dataclasses.replace(codec.k, planes=kind.planes),
       v=dataclasses.replace(codec.v, planes=kind.planes),
+      exact=False,
       layers=(),
     )
+  if kind.exact:
+    codec = dataclasses.replace(_unrotated(codec), exact=True)
   return Scheme(name=name, codec=codec, order=kind.order)
+
+
+def _unrotated(codec: Any) -> Any:
+  """Returns a codec with all tensors, those of `layers` too, unrotated."""
+  changed: dict[str, Any] = {
+    name: dataclasses.replace(getattr(codec, name), rotation=Rotation.NONE)
+    for name in 'kv'
+  }
+  if isinstance(codec, CodecConfig):
+    changed['layers'] = tuple(map(_unrotated, codec.layers))
+  return dataclasses.replace(codec, **changed)
 
 
 def planes(field: str, value: Any) -> tuple[int, ...]:
@@ -577,10 +627,12 @@ def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
     for name in 'kv'
   }
   return CodecConfig(
-    **tensors,
+    k=tensors['k'],
+    v=tensors['v'],
     group=values.group,
     sinks=values.sinks,
     recent_tokens=values.recent_tokens,
+    exact=values.exact,
     layers=layer_codecs(values.layers, tensors),
   )
 

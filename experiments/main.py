@@ -5,8 +5,8 @@
 
 Any field can be set on the command line:
 
-    --config.scheme=int8,lynx         which schemes, of bf16, int8, int4, lynx
-                                      and interleaved
+    --config.scheme=int8,lynx         which schemes, of bf16, int8, int4, lynx,
+                                      lynx_exact and interleaved
     --config.prompt_file=FILE         any UTF-8 text, or a shipped prompt:
                                       book, code, manual, chat, question
     --config.output_tokens=N          how many tokens to generate

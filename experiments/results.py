@@ -17,6 +17,7 @@ from typing import Any
 from lynx_jax.timeline import Event
 
 FILE = 'results.jsonl'
+EQUIVALENCE = 'equivalence'  # name of an `event`
 
 # Of a `request` record. Times are seconds since the request's arrival on one
 # monotonic clock; what is not known is null, never 0.
@@ -59,8 +60,18 @@ REQUEST_FIELDS = (
   'seed',
 )
 # Besides the contract: what a reader needs to pair records, (drafted, accepted)
-# of every verification, and the fields of the request's sampling.
-EXTRA_FIELDS = ('request', 'repeat', 'prompt', 'form', 'rounds', 'sampling')
+# of every verification, the fields of the request's sampling, and the exact
+# plane, null or 0 where there is none.
+EXTRA_FIELDS = (
+  'request',
+  'repeat',
+  'prompt',
+  'form',
+  'rounds',
+  'sampling',
+  'bytes_exact',
+  'exact_arrival_s',
+)
 
 # How a figure came to be: it ran here, the compiler counted it, or a model or
 # an assumption enters.
@@ -144,6 +155,16 @@ def schedule_record(seed: int, **detail: Any) -> dict[str, Any]:
     **detail: how it ended.
   """
   return _moment('fault_schedule', None, {'seed': seed, **detail})
+
+
+def equivalence_record(prompt: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a prompt of the equivalence study.
+
+  Args:
+    prompt: its name.
+    **detail: version of the settings, prompt_tokens, and figures by name.
+  """
+  return _moment(EQUIVALENCE, prompt, detail)
 
 
 def _moment(name: str, request: Any, detail: dict[str, Any]) -> dict[str, Any]:

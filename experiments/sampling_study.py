@@ -41,6 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument('measurements', nargs='*', default=[*MEASUREMENTS])
   parser.add_argument('--workdir', required=True)
+  values = latency.get_config()
+  parser.add_argument('--prompt_file', default=values.prompt_file)
   parser.add_argument('--prompt_tokens', type=int, default=1400)
   parser.add_argument('--text_tokens', type=int, default=192)
   parser.add_argument('--model', default='smollm2')
@@ -49,8 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
   unknown = {*chosen.measurements} - {*MEASUREMENTS}
   if unknown:
     parser.error(f'{min(unknown)!r} must be one of {", ".join(MEASUREMENTS)}')
-  values = latency.get_config()
-  values.model.path, values.prompt_lengths = chosen.model, ''
+  values.model.path, values.prompt_file = chosen.model, chosen.prompt_file
+  values.prompt_lengths = ''
   values.prompt_tokens = chosen.prompt_tokens + chosen.text_tokens
   values.output_tokens = chosen.text_tokens
   if chosen.model == 'tiny':
@@ -83,7 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
         model, scheme, scheme.engine(settings.engine)
       ) as line:
         with screen.step('warming up an engine'):
-          line.engine.warm_up()
+          costs = line.engine.warm_up()
+        screen.note(
+          f'a draft {costs.draft_s:.3f} s, a verification '
+          f'{costs.verify_s:.3f} s, one row alone {costs.plain_s:.3f} s'
+        )
         with screen.step('decoding with and without drafts'):
           write(*self_speculation(line.engine, text, pairs=chosen.pairs))
 

@@ -271,6 +271,12 @@ def record(
     **known: further fields; `link_gbps` and `rtt_ms` are needed.
   """
   bits = engine.wire.bits_a_value(result.prompt_tokens)
+  # The length of the exact plane depends on the data.
+  exact = (
+    bits.total
+    * result.exact_bytes
+    / (engine.wire.stream_bytes(result.prompt_tokens).total)
+  )
   split_s = result.timeline.seconds(Phase.SPLIT)
   first_s, end_s = result.provisional_s, result.prefill_end_s
   verified = form is Form.VERIFY
@@ -282,13 +288,15 @@ def record(
     token_ids=result.tokens,
     text=text,
     bits_anchor=bits.anchor,
-    bits_total=bits.total,
+    bits_total=bits.total + exact,
     bytes_anchor=result.anchor_bytes,
     bytes_residual=result.residual_bytes,
+    bytes_exact=result.exact_bytes,
     prefill_s=None if end_s is None else end_s - split_s,
     split_s=split_s,
     anchor_arrival_s=result.anchor_s,
     residual_arrival_s=result.residual_s,
+    exact_arrival_s=result.exact_s,
     ttft_prefill_token_s=result.token_1_s,
     ttft_provisional_s=first_s,
     ttft_committed_s=result.committed_s,

@@ -231,20 +231,21 @@ def distinct_4grams(tokens: Sequence[int]) -> float:
 
 
 def interval(
-  values: Sequence[float], share: float = 0.9, draws: int = 2000
+  values: Sequence[float],
+  share: float = 0.9,
+  draws: int = 2000,
+  of: Callable[[Sequence[float]], float] = statistics.median,
 ) -> tuple[float | None, float | None]:
-  """Returns a bootstrap interval of the median; (None, None) below 3 values.
+  """Returns a bootstrap interval of `of`; (None, None) below 3 values.
 
   Efron's percentile method, with a fixed seed.
   """
   if len(values) < 3:
     return None, None
   rng = random.Random(0)
-  medians = sorted(
-    statistics.median(rng.choices(values, k=len(values))) for _ in range(draws)
-  )
+  drawn = sorted(of(rng.choices(values, k=len(values))) for _ in range(draws))
   cut = int((1 - share) / 2 * draws)
-  return medians[cut], medians[-1 - cut]
+  return drawn[cut], drawn[-1 - cut]
 
 
 def ttft_over_bound(

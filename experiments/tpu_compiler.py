@@ -297,3 +297,36 @@ def large_copies(hlo: str, minimum: int = _MIB) -> list[str]:
     for array in made(hlo)
     if array.opcode.startswith('copy') and array.size_bytes >= minimum
   ]
+
+
+def summed(hlo: str) -> collections.abc.Iterator[tuple[str, tuple[int, ...]]]:
+  """Yields opcode and sizes of the dimensions over which a module sums.
+
+  Of every dot, convolution and reduction, fused ones too. What a Pallas kernel
+  does inside is not in the module.
+  """
+  shapes = {
+    name: tuple(int(n) for n in shape.split(',') if n)
+    for name, shape in re.findall(r'%([\w.-]+) = \(*\w+\[([\d,]*)\]', hlo)
+  }
+  for opcode, operands, rest in re.findall(
+    r' (dot|convolution|reduce|reduce-window)\(([^)]*)\)([^\n]*)', hlo
+  ):
+    names = re.findall(r'%([\w.-]+)', operands)
+    first, second = shapes[names[0]], shapes[names[1]]
+    if opcode == 'convolution':
+      labels = re.search(r'dim_labels=(\w+)_(\w+)->', rest)
+      assert labels is not None
+      # The kernel's output channels are the only ones that are not summed.
+      sizes = [n for n, c in zip(second, labels[2], strict=True) if c != 'o']
+      sizes += [n for n, c in zip(first, labels[1], strict=True) if c == 'f']
+    elif opcode == 'reduce-window':
+      window = re.search(r'size=([\dx]+)', rest)
+      assert window is not None
+      sizes = [int(n) for n in window[1].split('x')]
+    else:
+      key = 'dimensions' if opcode == 'reduce' else 'lhs_contracting_dims'
+      found = re.search(rf'\b{key}={{([\d,]*)}}', rest)
+      assert found is not None
+      sizes = [first[int(i)] for i in found[1].split(',') if i]
+    yield opcode, tuple(sizes)

@@ -322,6 +322,20 @@ def rotate(x: Float[Array, '... H']) -> Float32[Array, '... H']:
   )
 
 
+def rotate_rows(x: Float32[Array, '... H']) -> Float32[Array, '... H']:
+  """Does the same for few rows: log2(H) rounds of sums and differences.
+
+  XLA's CPU backend fuses them with their surroundings, where it hands a product
+  to its threads: a decode step with rotated K and V took 4 of 63 ms longer.
+  """
+  size, y = x.shape[-1], x
+  for half in (1 << i for i in range(size.bit_length() - 1)):
+    pairs = y.reshape(*x.shape[:-1], size // (2 * half), 2, half)
+    one, other = pairs[..., 0, :], pairs[..., 1, :]
+    y = jnp.stack([one + other, one - other], axis=-2)
+  return y.reshape(x.shape) * np.float32(size**-0.5)
+
+
 def _hadamard(size: int) -> np.ndarray:
   matrix = np.ones((1, 1), np.float32)
   while len(matrix) < size:

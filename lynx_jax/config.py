@@ -40,6 +40,13 @@ class Rotation(enum.Enum):
   HADAMARD = 'hadamard'  # orthonormal; head dim must be a power of two
 
 
+class Target(enum.Enum):
+  """What committed output equals: decoding over which complete cache."""
+
+  PLANES = 'planes'  # all planes; bfloat16 where the codec has none
+  EXACT = 'exact'  # bfloat16, bit by bit, merged from planes and exact plane
+
+
 class Order(enum.Enum):
   """How the streams of one request share the link."""
 
@@ -254,6 +261,24 @@ class TensorCodec:
     return sum(self.planes)
 
 
+def check_exact(name: str, tensor: TensorCodec) -> None:
+  """Raises `ConfigError` if the bins of `tensor` do not bound single values.
+
+  Args:
+    name: of the tensor, as in `codec.k`.
+    tensor: its codec.
+  """
+  require(
+    tensor.rotation is Rotation.NONE,
+    f'codec.{name}_rotation={tensor.rotation.value}: an exact target needs a '
+    f'codec of single values, {name}_rotation=none',
+  )
+  require(
+    tensor.planes != (),
+    f'codec.{name}=(): a dense tensor has no exact plane',
+  )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCodec:
   """Overrides the codec of layers `start..stop-1`; see `CodecConfig`."""
@@ -273,6 +298,8 @@ class CodecConfig:
     group: Q, tokens that share statistics.
     sinks: first tokens kept dense and outside all statistics.
     recent_tokens: W, the last prompt tokens kept dense.
+    exact: an exact plane follows the planes: the target can be the bit-exact
+      bfloat16 cache. It needs K and V of all layers in planes and unrotated.
     layers: overrides; their ranges must coincide with layer groups.
   """
 
@@ -281,6 +308,7 @@ class CodecConfig:
   group: int = 128
   sinks: int = 4
   recent_tokens: int = 64
+  exact: bool = False
   layers: tuple[LayerCodec, ...] = ()
 
   def __post_init__(self):
@@ -302,12 +330,20 @@ class CodecConfig:
         f'k={k.planes} and v={v.planes} must both have planes or '
         'both be dense ()',
       )
+      if self.exact:
+        check_exact('k', k)
+        check_exact('v', v)
     ends = [(r.start, r.stop) for r in self.layers]
     require(
       all(a < b for a, b in ends)
       and all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False)),
       f'codec.layers ranges {ends} must be non-empty, ascending and disjoint',
     )
+
+  @property
+  def target(self) -> Target:
+    """The highest target."""
+    return Target.EXACT if self.exact else Target.PLANES
 
   def of_layer(self, layer: int) -> tuple[TensorCodec, TensorCodec]:
     """Returns the codecs (k, v) that hold for `layer`."""

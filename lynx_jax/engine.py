@@ -9,18 +9,20 @@ It knows no flag, no file and no scheme by name: a scheme is a `CodecConfig`.
 A request goes through these states:
 
   QUEUED → RECEIVING → DRAFTING → DECODING → DONE
-           Anchor       Residual   complete
+           Anchor       the rest   complete
 
-DRAFTING is skipped where there is no Residual. Until the Residual is there, a
-slot drafts in short rounds with a look at arrivals in between. Its first
-verification starts before the end: it goes through the layer groups as they
-land. Then the slot repeats draft → verify → commit on the device.
+The rest is the Residual and, for the target EXACT, the exact plane; DRAFTING is
+skipped where there is neither. Until the rest is there, a slot drafts in short
+rounds with a look at arrivals in between. Its first verification starts before
+the end: it goes through the layer groups as they land. Then the slot repeats
+draft → verify → commit on the device.
 """
 
 import dataclasses
 import enum
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +33,7 @@ from lynx_jax import wire as wire_lib
 from lynx_jax.config import (
   CodecConfig,
   EngineConfig,
+  Target,
   check_together,
   layer_ranges,
   require,
@@ -53,12 +56,25 @@ from lynx_jax.requests import (
   State,
 )
 from lynx_jax.sampling import GREEDY, Sampling
-from lynx_jax.sender import Computed, PrefillFailed, PrefillSide, Sender
+from lynx_jax.sender import (
+  Computed,
+  PrefillDone,
+  PrefillFailed,
+  PrefillSide,
+  Sender,
+)
 from lynx_jax.speculative import decode, draft_length
 from lynx_jax.speculative import slots as slots_lib
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport.courier import Arrival, Cut, Transport
-from lynx_jax.transport.streams import Progress, Slice, Stream, WireFormat
+from lynx_jax.transport.streams import (
+  Chunk,
+  Progress,
+  Segment,
+  Slice,
+  Stream,
+  WireFormat,
+)
 
 __all__ = [
   'Committed',
@@ -75,7 +91,11 @@ __all__ = [
   'Sampling',
   'State',
   'Step',
+  'Target',
 ]
+
+# Exact strings that are not merged yet, by layer group and token chunk.
+_Strings = dict[tuple[int, int], wire_lib.String]
 
 # An adapted draft length holds for so many rounds on the device, and follows
 # the acceptance of so many rounds before. Rounds without drafts count among
@@ -86,6 +106,11 @@ _POLL_S = 0.02  # longest wait for an arrival before looking at the rest
 _UNBOUNDED = np.iinfo(np.int32).max
 _PLACE = program(slots_lib.place, name='place', donate=(0,))
 _STOP = program(slots_lib.stop, name='stop', donate=(0,))
+_PHASES = {
+  Stream.ANCHOR: Phase.ANCHOR,
+  Stream.RESIDUAL: Phase.RESIDUAL,
+  Stream.EXACT: Phase.EXACT,
+}
 
 
 @dataclasses.dataclass
@@ -95,11 +120,13 @@ class _Entry:
   id: int
   request: Request
   prompt: np.ndarray  # a copy: the caller's list may change
+  target: Target
   result: Result
   progress: Progress
+  strings: _Strings = dataclasses.field(default_factory=dict)
   slot: int | None = None
   token: int | None = None  # token 1, once its record has come
-  rate: float = 0.0  # bytes a second of the Residual chunk that came last
+  rate: float = 0.0  # bytes a second of the chunk after the Anchor, the last
   verifying: decode.Pass | None = None  # the first verification, if it is open
   verifying_s: float = 0.0  # since when
 
@@ -210,20 +237,24 @@ class Engine:
     self._sender.close()
 
   def warm_up(self) -> Costs:
-    """Compiles every program that requests can need, and measures the steps.
+    """Compiles what requests of the highest target need; measures the steps.
 
-    Nothing is compiled after it. `costs` keeps the times for the choice of the
-    draft length.
+    Nothing is compiled after it, but for requests of another target. `costs`
+    keeps the times for the choice of the draft length.
 
     Raises:
       RuntimeError: requests are under way.
     """
     self._require_idle('warm_up')
-    self._carry(self._sender.warm_up())
-    if self._has_residual:
+    strings: _Strings = {}
+    for part, arrays in self._sender.warm_up():
+      arrays = jax.device_put(arrays, self._device)
+      self._insert(0, 0, part, arrays, strings)
+    self._merge(0, strings, self.config.prompt_tokens)
+    if self._drafts(self.codec.target):
       self.time_step(Step.ROUND)
-      if self.config.sharpen:
-        self.time_step(Step.SHARP)
+    if self._has_residual and self.config.sharpen:
+      self.time_step(Step.SHARP)
     times = {}
     for step in (Step.DRAFT, Step.VERIFY, Step.PLAIN):
       self.time_step(step)  # compiles
@@ -238,7 +269,8 @@ class Engine:
   def time_step(self, step: Step) -> float:
     """Runs one step in slot 0 with the longest prompt; returns its seconds.
 
-    The time includes the fetch. What the cache holds does not matter.
+    The time includes the fetch. What the cache holds does not matter. The
+    target is the codec's highest.
 
     Raises:
       RuntimeError: requests are under way.
@@ -247,6 +279,7 @@ class Engine:
     asked, mask = self.config.output_tokens, np.arange(self.config.slots) == 0
     self._start(0, self.config.prompt_tokens, token=0, output_tokens=asked)
     arguments = self._params, self._cache, self._slots, mask
+    target = self.codec.target
     start_s = time.monotonic()
     match step:
       case Step.DRAFT:
@@ -259,11 +292,11 @@ class Engine:
           *arguments, self.config.backlog_tokens, landed
         )
       case Step.VERIFY:
-        changed = self._decoder.verify(*arguments)
+        changed = self._decoder.verify(*arguments, target=target)
       case Step.PLAIN:
-        changed = self._decoder.verify(*arguments, rows=1)
+        changed = self._decoder.verify(*arguments, rows=1, target=target)
       case Step.ROUND:
-        changed = self._decoder.rounds(*arguments, 1, 1)
+        changed = self._decoder.rounds(*arguments, 1, 1, target)
     self._cache, self._slots = changed
     fetch(self._slots)
     seconds = time.monotonic() - start_s
@@ -285,6 +318,7 @@ class Engine:
     computed: Computed | None = None,
     *,
     sampling: Sampling = GREEDY,
+    target: Target | None = None,
   ) -> list[int]:
     """Returns the reference output: no transfer, no drafts; slot 0 alone.
 
@@ -297,6 +331,7 @@ class Engine:
       computed: what `compute` returned for the same prompt and sampling,
         perhaps of an engine with another codec; it saves the prefill.
       sampling: how tokens are chosen.
+      target: as in `Request`.
 
     Raises:
       ConfigError: the request does not fit the engine.
@@ -304,10 +339,15 @@ class Engine:
     """
     self._require_idle('reference')
     self._check(prompt, output_tokens)
+    target = self._target(target)
     computed = self._sender.compute(
       np.asarray(prompt, np.int32), computed, sampling=sampling
     )
-    self._carry(self._sender.payloads(computed))
+    strings: _Strings = {}
+    for chunk, payload in self._sender.payloads(computed):
+      payload = jax.device_put(payload, self._device)
+      self._put(0, chunk, payload, strings)
+    self._merge(0, strings, len(prompt))
     self._start(
       0,
       len(prompt),
@@ -316,7 +356,7 @@ class Engine:
       sampling=sampling,
     )
     tokens, self._cache, self._slots = decode.reference_decode(
-      self._decoder, self._params, self._cache, self._slots
+      self._decoder, self._params, self._cache, self._slots, target
     )
     return tokens[0]
 
@@ -329,6 +369,7 @@ class Engine:
     """
     self._require_open()
     self._check(request.prompt, request.output_tokens)
+    target = self._target(request.target)
     prompt = np.array(request.prompt, np.int32)
     key = self._next_id
     self._next_id += 1
@@ -337,8 +378,9 @@ class Engine:
       key,
       request,
       prompt,
+      target,
       Result(key, State.QUEUED, len(prompt), timeline),
-      Progress(self.wire, key, len(prompt)),
+      Progress(self.wire, key, len(prompt), target=target),
     )
     self._queue.append(key)
     return key
@@ -380,9 +422,9 @@ class Engine:
     self._admit()
     self._receive()
     worked = False
-    for form in Form:
-      if ready := self._having(State.DECODING, form):
-        self._decode(ready, form)
+    for form, target in itertools.product(Form, Target):
+      if ready := self._having(State.DECODING, form, target):
+        self._decode(ready, form, target)
         worked = True
     for entry in self._having(State.DRAFTING):
       worked |= self._verify_landed(entry)
@@ -466,18 +508,75 @@ class Engine:
       f'0..{self.model_config.vocab - 1}',
     )
 
-  def _carry(self, slices: Iterable[tuple[Slice, wire_lib.Arrays]]) -> None:
-    """Inserts slices in slot 0, without a transport."""
-    for part, arrays in slices:
-      arrays = jax.device_put(arrays, self._device)
-      self._cache = wire_lib.insert(self.wire, self._cache, 0, part, arrays)
+  def _target(self, wanted: Target | None) -> Target:
+    require(
+      wanted is not Target.EXACT or self.codec.exact,
+      'target=exact needs an engine with codec.exact=True',
+    )
+    return wanted or self.codec.target
 
-  def _having(self, state: State, form: Form | None = None) -> list[_Entry]:
+  def _drafts(self, target: Target) -> bool:
+    """Whether anything travels after the Anchor."""
+    return self._has_residual or target is Target.EXACT
+
+  def _put(
+    self,
+    slot: int,
+    chunk: Chunk,
+    payload: Sequence[wire_lib.Arrays],
+    strings: _Strings,
+  ) -> None:
+    for part, arrays in zip(chunk.slices, payload, strict=True):
+      self._insert(slot, chunk.token_chunk, part, arrays, strings)
+
+  def _insert(
+    self,
+    slot: int,
+    token_chunk: int,
+    part: Slice,
+    arrays: wire_lib.Arrays,
+    strings: _Strings,
+  ) -> None:
+    """Puts a slice into a slot, or into the string that it is a part of."""
+    if part.segment is Segment.EXACT:
+      place = part.layer_group, token_chunk
+      strings[place] = wire_lib.gather(
+        self.wire, strings.get(place), part, arrays
+      )
+    else:
+      self._cache = wire_lib.insert(self.wire, self._cache, slot, part, arrays)
+
+  def _merge(
+    self,
+    slot: int,
+    strings: _Strings,
+    prompt_tokens: int,
+    progress: Progress | None = None,
+  ) -> None:
+    """Merges and drops strings: all, or those that `progress` allows."""
+    for place in [*strings]:
+      if progress is None or progress.mergeable(*place):
+        self._cache = wire_lib.merge(
+          self.wire,
+          self._cache,
+          slot,
+          *place,
+          strings.pop(place),
+          prompt_tokens,
+        )
+
+  def _having(
+    self,
+    state: State,
+    form: Form | None = None,
+    target: Target | None = None,
+  ) -> list[_Entry]:
     return [
       entry
       for entry in self._entries.values()
       if entry.result.state is state
       and (form is None or entry.request.form is form)
+      and (target is None or entry.target is target)
     ]
 
   def _admit(self) -> None:
@@ -492,6 +591,7 @@ class Engine:
         sampling=entry.request.sampling,
         deadline_s=entry.result.timeline.arrival_s + entry.request.deadline_s,
         timeline=entry.result.timeline,
+        target=entry.target,
       )
 
   def _receive(self) -> None:
@@ -500,7 +600,7 @@ class Engine:
       if isinstance(record, PrefillFailed):
         entry.result.error = record.error
         self._end(entry, State.FAILED)
-      else:
+      elif isinstance(record, PrefillDone):
         entry.token = record.token
         start_s = entry.result.timeline.arrival_s
         entry.result.prefill_end_s = record.end_s - start_s
@@ -512,36 +612,37 @@ class Engine:
         if only or entry.token in self._decoder.end_tokens:
           self._end(entry, State.DONE)  # what is still under way is not needed
     for arrival in self._sender.transport.arrived():
-      self._insert(arrival)
+      self._land(arrival)
     for state in (State.RECEIVING, State.DRAFTING):
       for entry in self._having(state):
         self._advance(entry)
 
-  def _insert(self, arrival: Arrival) -> None:
+  def _land(self, arrival: Arrival) -> None:
     chunk, entry = arrival.chunk, self._entries.get(arrival.chunk.request)
     if entry is None or entry.result.state in ENDED:
       return  # a late one: its slot may belong to another request
     assert entry.slot is not None
     entry.progress.land(chunk)
-    for part, arrays in zip(chunk.slices, arrival.payload, strict=True):
-      self._cache = wire_lib.insert(
-        self.wire, self._cache, entry.slot, part, arrays
-      )
     result = entry.result
+    self._put(entry.slot, chunk, arrival.payload, entry.strings)
+    self._merge(entry.slot, entry.strings, result.prompt_tokens, entry.progress)
     if arrival.substituted:
       result.unverified = True
       return  # nothing of it was on the link
     result.anchor_bytes += chunk.anchor_bytes
     result.residual_bytes += chunk.residual_bytes
-    anchor = chunk.stream is Stream.ANCHOR
+    result.exact_bytes += chunk.exact_bytes
     at_s = arrival.arrived_s - result.timeline.arrival_s
-    if anchor:
+    if chunk.stream is Stream.ANCHOR:
       result.anchor_s = at_s
     if chunk.residual_bytes:
       result.residual_s = at_s
+    if chunk.exact_bytes:
+      result.exact_s = at_s
+    if chunk.residual_bytes or chunk.exact_bytes:
       entry.rate = chunk.bytes / max(arrival.arrived_s - arrival.sent_s, 1e-9)
     result.timeline.add(
-      Phase.ANCHOR if anchor else Phase.RESIDUAL,
+      _PHASES[chunk.stream],
       arrival.sent_s,
       arrival.arrived_s,
       token_chunk=chunk.token_chunk,
@@ -563,7 +664,7 @@ class Engine:
         sampling=entry.request.sampling,
       )
       entry.result.state = State.DRAFTING
-      if self._has_residual:
+      if self._drafts(entry.target):
         self._draft([entry])
     drafting = entry.result.state is State.DRAFTING and entry.verifying is None
     if drafting and entry.progress.complete:
@@ -638,7 +739,10 @@ class Engine:
         return False
       entry.verifying_s = time.monotonic()
       entry.verifying = self._decoder.open_verify(
-        self._params, self._slots, self._mask([entry])
+        self._params,
+        self._slots,
+        self._mask([entry]),
+        target=entry.target,
       )
     if landed == entry.verifying.groups:
       return False
@@ -669,23 +773,25 @@ class Engine:
       return landed == len(self.wire.layer_counts) - 1
     result = entry.result
     size = self.wire.stream_bytes(result.prompt_tokens).residual
-    left_s = (size - result.residual_bytes) / max(entry.rate, 1e-9)
+    left = size - result.residual_bytes + entry.progress.exact_bytes_left
+    left_s = left / max(entry.rate, 1e-9)
     return left_s <= self.costs.verify_s + self.costs.draft_s
 
-  def _decode(self, entries: list[_Entry], form: Form) -> None:
+  def _decode(self, entries: list[_Entry], form: Form, target: Target) -> None:
     start_s = time.monotonic()
     arguments = self._params, self._cache, self._slots, self._mask(entries)
     backlog = any(len(e.result.shown) > len(e.result.tokens) for e in entries)
-    drafts = 0 if backlog else self._draft_tokens(entries)
+    drafts = 0 if backlog else self._draft_tokens(entries, target)
     looks_up = self._looks_up(entries)
     if form is Form.PLAIN:
-      self._cache, self._slots = self._decoder.verify(*arguments, rows=1)
-    elif drafts == 0 and (backlog or looks_up or not self._has_residual):
-      self._cache, self._slots = self._decoder.verify(*arguments)
+      changed = self._decoder.verify(*arguments, rows=1, target=target)
+    elif drafts == 0 and (backlog or looks_up or not self._drafts(target)):
+      changed = self._decoder.verify(*arguments, target=target)
     else:
       adapts = self.config.draft_tokens is None
       most = 1 if looks_up else _ADAPTED_ROUNDS if adapts else _UNBOUNDED
-      self._cache, self._slots = self._decoder.rounds(*arguments, drafts, most)
+      changed = self._decoder.rounds(*arguments, drafts, most, target)
+    self._cache, self._slots = changed
     self._read(entries, Phase.VERIFY, start_s, draft_tokens=drafts)
 
   def _looks_up(self, entries: list[_Entry]) -> bool:
@@ -694,8 +800,8 @@ class Engine:
     watched = any(entry.request.streamed for entry in entries)
     return others or watched or bool(self._queue)
 
-  def _draft_tokens(self, entries: list[_Entry]) -> int:
-    if not self._has_residual:
+  def _draft_tokens(self, entries: list[_Entry], target: Target) -> int:
+    if not self._drafts(target):
       return 0
     if self.config.draft_tokens is not None:
       return self.config.draft_tokens
@@ -767,6 +873,7 @@ class Engine:
     now_s = time.monotonic()
     if len(result.shown) > len(result.tokens):
       self._events += result.show(result.tokens, [], now_s)
+    entry.strings.clear()
     result.state = state
     result.done_s = now_s - result.timeline.arrival_s
     result.timeline.add(Phase.DONE, now_s)

@@ -31,17 +31,22 @@ first 16-bit unit up. With widths 5, 0, 14 at the first token:
 A block's size is rounded up to a class, 1/16 bit a value apart. A block over
 `MOST_BITS` a value, or with a value outside its bin (infinite or NaN, or spread
 too little for a scale), is sent as it is: its class is that of 16 bits a value.
+
+What travels together is a *string*: the classes of all its blocks, a unit each,
+then the blocks one after the other. It is sent in pages of equal size; how many
+there are depends on the data.
 """
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
 from lynx_jax import codec as codec_lib
 from lynx_jax.codec import PackedTensor
-from lynx_jax.config import Axis, Rotation, TensorCodec, require
+from lynx_jax.config import Axis, check_exact
 from lynx_jax.programs import program
 from lynx_jax.shapes import Array, BFloat16, Int32, UInt16
 
@@ -78,18 +83,6 @@ class ExactPlane:
   classes: Int32[Array, '... K n']
 
 
-def check(name: str, codec: TensorCodec) -> None:
-  """Raises `ConfigError` if bins of `codec` do not bound single values."""
-  require(
-    codec.rotation is Rotation.NONE,
-    f'codec.{name}_rotation={codec.rotation.value}: an exact target needs a '
-    f'codec of single values, {name}_rotation=none',
-  )
-  require(
-    codec.planes != (), f'codec.{name}=(): a dense tensor has no exact plane'
-  )
-
-
 def units_of(size_class: int, values: int) -> int:
   """Returns the 16-bit units that a block of `values` takes in its class."""
   return -(-size_class * values // (16 * CLASSES_A_BIT))
@@ -111,9 +104,9 @@ def encode(
   Raises:
     ConfigError: the codec is not of single values.
   """
-  check('k/v', packed.codec)
+  check_exact('k/v', packed.codec)
   found = _find(x, packed, sinks)
-  bit = _positions(found >> _INDEX_BITS & _WIDTH_MASK)
+  bit = _positions(found, _INDEX_BITS)
   last = _last_in_word(bit)
   return _assemble(x, found, bit, _sums(found, bit), last, sinks)
 
@@ -132,7 +125,7 @@ def decode(
     sinks: as for `encode`.
   """
   found = _intervals(packed, sinks)
-  bit = _positions(found & _WIDTH_MASK)
+  bit = _positions(found, 0)
   return _resolve(found, plane, _window(plane.units, bit), sinks)
 
 
@@ -233,6 +226,72 @@ def _kept(shape, sinks):
   return jnp.broadcast_to(kept, shape)
 
 
+def join(
+  k: ExactPlane,
+  v: ExactPlane,
+  groups: Int32[Array, ''],
+  *,
+  pages: int,
+  page: int,
+) -> tuple[UInt16[Array, 'pages page'], Int32[Array, '']]:
+  """Returns the string of both planes, K's blocks first, and its length.
+
+  Args:
+    k, v: planes of the same shape.
+    groups: the first so many groups are sent; the others' blocks take no units.
+    pages: static; room for all blocks as they are.
+    page: static, units a page.
+
+  Returns:
+    The pages, and how many of them are sent.
+  """
+  count = k.classes.shape[-1]
+  sent = jnp.arange(count, dtype=jnp.int32) < groups
+  classes = jnp.stack([jnp.where(sent, x.classes, 0) for x in (k, v)])
+  units = jnp.stack([jnp.where(sent[:, None], x.units, 0) for x in (k, v)])
+  classes, units = classes.reshape(-1), units.reshape(-1, units.shape[-1])
+  start = _starts(classes, units.shape[-1])
+
+  # Each block overwrites the zeros behind the one before.
+  def put(block, string):
+    return jax.lax.dynamic_update_slice(string, units[block], (start[block],))
+
+  string = jnp.zeros((pages * page,), jnp.uint16)
+  string = jax.lax.dynamic_update_slice(
+    string, classes.astype(jnp.uint16), (0,)
+  )
+  string = jax.lax.fori_loop(0, len(classes), put, string)
+  return string.reshape(pages, page), -(-start[-1] // page)
+
+
+def part(
+  string: UInt16[Array, 'pages page'], shape: tuple[int, ...]
+) -> tuple[ExactPlane, ExactPlane]:
+  """Returns the planes of K and V that `join` made into a string.
+
+  Args:
+    string: what was not sent may hold anything.
+    shape: of the units of a plane.
+  """
+  *blocks, size = shape
+  units = string.reshape(-1)
+  classes = units[: 2 * math.prod(blocks)].astype(jnp.int32)
+  start = _starts(classes, size)[:-1]
+  found = jax.lax.map(
+    lambda at: jax.lax.dynamic_slice(units, (at,), (size,)), start
+  )
+  found = found.reshape(2, *shape)
+  classes = classes.reshape(2, *blocks)
+  return ExactPlane(found[0], classes[0]), ExactPlane(found[1], classes[1])
+
+
+def _starts(classes: Int32[Array, 'n'], values: int) -> Int32[Array, 'm']:
+  """Returns where each block of a string begins, and where it ends."""
+  sizes = -(-classes * values // (16 * CLASSES_A_BIT))
+  first = jnp.zeros((1,), jnp.int32)
+  return len(classes) + jnp.concatenate([first, jnp.cumsum(sizes)])
+
+
 # Programs of their own, each with one result: XLA's CPU backend would compute
 # the bins again in every fusion that reads them (jax 0.10.2: encoding took 2.5
 # times as long in one program; it removes an optimization_barrier too early).
@@ -260,12 +319,12 @@ def _intervals(packed, sinks):
 
 
 @_stage
-def _positions(width):
+def _positions(found, shift):
   """Returns the bit at which each index begins, and after all where it ends.
 
-  The result has H + 1 channels.
+  Widths are the bits of `found` from `shift` on; the result has H + 1 channels.
   """
-  columns = jnp.moveaxis(width, -2, 0)
+  columns = jnp.moveaxis((found >> shift) & _WIDTH_MASK, -2, 0)
   total = jnp.sum(columns, axis=0)
   start = jnp.cumsum(total, axis=-1) - total
 

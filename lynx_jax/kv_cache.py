@@ -16,6 +16,10 @@ E + j. `length` counts tokens whose KV is committed and is the only commit mark:
 drafts write scratch rows above it, verification overwrites them, a commit
 raises it. Nothing is ever rolled back.
 
+Where the codec has an exact plane, the prefix has a second form: bit-exact
+bfloat16, merged group by group. A pass over it is the very program of a cache
+without planes; drafts go on reading the planes.
+
 The prefix is read-only for every program that runs the model; the tail is
 donated to it and returned. Nothing in a row that a slot's length does not
 cover influences the slot, whatever it holds.
@@ -32,6 +36,7 @@ from lynx_jax.config import (
   CodecConfig,
   EngineConfig,
   ModelConfig,
+  Target,
   layer_ranges,
 )
 from lynx_jax.shapes import Array, BFloat16, Bool, Int32
@@ -63,11 +68,33 @@ class Tail:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Exact:
+  """The prefix of one layer group in bfloat16; zeros for the sinks."""
+
+  k: BFloat16[Array, 'L B S K H']
+  v: BFloat16[Array, 'L B S K H']
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Cache:
-  """All layer groups of a cache; see the module docstring."""
+  """All layer groups of a cache; see the module docstring.
+
+  `exact` is empty where the codec has no exact plane.
+  """
 
   prefix: tuple[Prefix, ...]
   tail: tuple[Tail, ...]
+  exact: tuple[Exact, ...] = ()
+
+  def target(self, target: Target) -> tuple[Prefix, ...]:
+    """Returns the prefix that a verification reads."""
+    if target is Target.PLANES:
+      return self.prefix
+    return tuple(
+      Prefix(exact.k, exact.v, prefix.sinks_k, prefix.sinks_v)
+      for exact, prefix in zip(self.exact, self.prefix, strict=True)
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +122,7 @@ def empty(
   model: ModelConfig, codec: CodecConfig, engine: EngineConfig
 ) -> Cache:
   """Returns a zeroed cache for `engine.slots` slots."""
-  prefix, tail = [], []
+  prefix, tail, exact = [], [], []
   groups = engine.prefix_capacity(codec) // codec.group
   heads = (model.kv_heads, model.head_dim)
   for start, stop in layer_ranges(model, engine):
@@ -122,7 +149,10 @@ def empty(
     prefix.append(Prefix(segment(k), segment(v), dense(sinks), dense(sinks)))
     rows = engine.tail_capacity(codec)
     tail.append(Tail(dense(rows), dense(rows)))
-  return Cache(tuple(prefix), tuple(tail))
+    if codec.exact:
+      tokens = groups * codec.group
+      exact.append(Exact(dense(tokens), dense(tokens)))
+  return Cache(tuple(prefix), tuple(tail), tuple(exact))
 
 
 def anchor_only(prefix: tuple[Prefix, ...]) -> tuple[Prefix, ...]:

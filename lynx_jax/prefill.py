@@ -30,7 +30,7 @@ from lynx_jax.models.transformer import Layer, Transformer
 from lynx_jax.pallas_kernels import chunk_attention, split_kv
 from lynx_jax.programs import fetch, program
 from lynx_jax.sampling import GREEDY, Sampling
-from lynx_jax.shapes import Array, BFloat16, Bool, Float, Int32
+from lynx_jax.shapes import Array, BFloat16, Bool, Float, Int32, UInt16
 
 
 class NonFiniteError(ConfigError):
@@ -155,6 +155,7 @@ class Prompt:
     kv: dense keys and values of all layer groups.
     token: what follows those computed.
     split: token chunk → layer groups, for those that were split.
+    exact: (layer group, token chunk) → string, for those that were encoded.
   """
 
   tokens: int
@@ -163,6 +164,9 @@ class Prompt:
   token: int = -1
   split: dict[int, tuple[SplitKV, ...]] = dataclasses.field(
     default_factory=dict
+  )
+  exact: dict[tuple[int, int], UInt16[Array, '1 pages page']] = (
+    dataclasses.field(default_factory=dict)
   )
 
 

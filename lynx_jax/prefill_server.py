@@ -19,12 +19,18 @@ import numpy as np
 from absl import logging
 
 from lynx_jax import handshake
-from lynx_jax.config import ConfigError
+from lynx_jax.config import ConfigError, Target
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill
 from lynx_jax.requests import Mode
 from lynx_jax.sampling import Sampling
-from lynx_jax.sender import PrefillDone, PrefillFailed, Record, Sender
+from lynx_jax.sender import (
+  Encoded,
+  PrefillDone,
+  PrefillFailed,
+  Record,
+  Sender,
+)
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport import control, digest, messages, pull
 from lynx_jax.transport.byte_stream import ByteSource
@@ -383,6 +389,7 @@ class _Session:
       sampling=_sampling(submitted),
       deadline_s=math.inf if deadline_in_s is None else now_s + deadline_in_s,
       timeline=self._timelines[name],
+      target=Target(submitted.target),
     )
 
   def _problem(self, submitted: messages.Submit) -> tuple[str, str] | None:
@@ -400,6 +407,12 @@ class _Session:
     modes = [mode.value for mode in Mode]
     if submitted.mode not in modes:
       return 'ConfigError', f'mode={submitted.mode!r} must be one of {modes}'
+    targets = [target.value for target in Target]
+    if submitted.target not in targets:
+      return (
+        'ConfigError',
+        f'target={submitted.target!r} must be one of {targets}',
+      )
     try:
       _sampling(submitted)
     except ConfigError as error:
@@ -430,7 +443,8 @@ class _Session:
     grouped = itertools.groupby(
       announcements, key=lambda a: (a.chunk.request, a.epoch)
     )
-    for (name, epoch), group in grouped:
+    for (name, epoch), found in grouped:
+      group = [*found]
       with self._lock:
         request, generation, prompt_tokens = self._tries[name]
       self.channel.send(
@@ -449,6 +463,9 @@ class _Session:
             )
             for a in group
           ),
+          strings=tuple((a.chunk.layer_group, a.chunk.pages) for a in group)
+          if any(a.chunk.pages for a in group)
+          else (),
         )
       )
 
@@ -488,6 +505,12 @@ class _Session:
             critical=record.critical,
             end_s=record.end_s,
             spans=tuple(spans),
+          )
+        )
+      case Encoded(strings=strings):
+        self.channel.send(
+          messages.Encoded(
+            request=request, generation=generation, strings=strings
           )
         )
       case PrefillFailed(error=error):

@@ -11,7 +11,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from absl import logging
 
 from lynx_jax import handshake, prefill
 from lynx_jax import wire as wire_lib
-from lynx_jax.config import ConfigError
+from lynx_jax.config import ConfigError, Target
 from lynx_jax.patience import Patience, Policy
 from lynx_jax.prefill_server import PROBE
 from lynx_jax.programs import Read, fetch
@@ -63,10 +63,10 @@ class PrefillError(TransferError):
 
 @dataclasses.dataclass(frozen=True)
 class Fetched:
-  """A prompt that was computed elsewhere: token 1 and every slice."""
+  """A prompt that was computed elsewhere: token 1 and every chunk."""
 
   token: int
-  slices: tuple[tuple[Slice, wire_lib.Arrays], ...]
+  chunks: tuple[tuple[Chunk, Sequence[wire_lib.Arrays]], ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,6 +80,9 @@ class _Request:
   deadline_s: float
   timeline: Timeline
   chunks: dict[tuple[int, int], Chunk]  # by token chunk and sequence
+  target: Target
+  # Exact strings, by layer group and token chunk, that are not in `chunks` yet.
+  strings: set[tuple[int, int]]
   generation: int = 0
   recomputed: int = 0
   done: messages.Done | None = None
@@ -210,7 +213,7 @@ class RemotePrefill:
     del known
     with self._lock:
       request, self._next_private = self._next_private, self._next_private - 1
-    slices: list[tuple[Slice, wire_lib.Arrays]] = []
+    fetched: list[tuple[Chunk, Sequence[wire_lib.Arrays]]] = []
     token = None
     with self._transport.unpaced():
       timeline = Timeline(time.monotonic())
@@ -220,29 +223,34 @@ class RemotePrefill:
         mode=Mode.OVERLAPPED,
         sampling=sampling,
         timeline=timeline,
+        target=self._wire.codec.target,
       )
       try:
-        chunks = len(self._requests[request].chunks)
-        while token is None or chunks:
+        entry = self._requests[request]
+        while (
+          token is None
+          or self._lacks(entry)
+          or len(fetched) < len(entry.chunks)
+        ):
           for record in self.records():
             if isinstance(record, PrefillFailed):
               raise record.error
-            token = record.token
+            if isinstance(record, PrefillDone):
+              token = record.token
           for arrival in self._transport.arrived():
             if arrival.substituted:
               raise TransferStalled('a reference must be whole')
-            slices += zip(arrival.chunk.slices, arrival.payload, strict=True)
-            chunks -= 1
+            fetched.append((arrival.chunk, arrival.payload))
           self._transport.wait(_TICK_S)
       finally:
         self.drop(request)
-    return Fetched(token, tuple(slices))
+    return Fetched(token, tuple(fetched))
 
   def payloads(
     self, computed: Fetched
-  ) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
-    """Yields every slice of what `compute` returned, with its payload."""
-    yield from computed.slices
+  ) -> Iterator[tuple[Chunk, Sequence[wire_lib.Arrays]]]:
+    """Yields every chunk of what `compute` returned, with its payload."""
+    yield from computed.chunks
 
   def submit(
     self,
@@ -253,9 +261,21 @@ class RemotePrefill:
     sampling: Sampling = GREEDY,
     deadline_s: float = math.inf,
     timeline: Timeline,
+    target: Target = Target.PLANES,
   ) -> None:
     """Sends a prompt; its `timeline` gets the events of prefill and split."""
-    entry = _Request(request, prompt, mode, sampling, deadline_s, timeline, {})
+    strings = self._wire.strings(len(prompt))
+    entry = _Request(
+      request,
+      prompt,
+      mode,
+      sampling,
+      deadline_s,
+      timeline,
+      {},
+      target,
+      set(strings if target is Target.EXACT else ()),
+    )
     with self._lock:
       self._ask_for(entry)  # the sender cuts its manifest while we cut ours
       entry.chunks = {
@@ -501,6 +521,8 @@ class RemotePrefill:
         self._on_published(message)
       case messages.Done():
         self._on_done(message)
+      case messages.Encoded():
+        self._on_encoded(message)
       case messages.Failed():
         self._on_failed(message)
       case messages.WarmUp():
@@ -517,11 +539,18 @@ class RemotePrefill:
         return  # void: it was published before the last reset
       entry = self._current(message.request, message.generation)
       announced = []
-      for token_chunk, sequence, uuid, size_bytes, text in message.chunks:
+      for (token_chunk, sequence, uuid, size_bytes, text), string in zip(
+        message.chunks,
+        message.strings or [(0, 0)] * len(message.chunks),
+        strict=True,
+      ):
         if entry is not None:
+          self._extend(entry, string[0], token_chunk, string[1])
           chunk = entry.chunks.get((token_chunk, sequence))
         else:
-          chunk = self._unwanted(message.prompt_tokens, token_chunk, sequence)
+          chunk = self._unwanted(
+            message.prompt_tokens, token_chunk, sequence, *string
+          )
         if chunk is None:
           raise UnexpectedChunk(
             f'token chunk {token_chunk} has no chunk {sequence}'
@@ -529,12 +558,53 @@ class RemotePrefill:
         announced.append(Announced(chunk, uuid, size_bytes, text))
       self._transport.published(announced)
 
+  def _extend(
+    self, entry: _Request, layer_group: int, token_chunk: int, pages: int
+  ) -> None:
+    """Takes an exact string into the manifest of a request.
+
+    Raises:
+      UnexpectedChunk: the manifest says otherwise, or knows no such string.
+    """
+    if not pages:
+      return
+    chunks = self._string(entry.id, layer_group, token_chunk, pages)
+    places = {(c.key.token_chunk, c.key.sequence): c for c in chunks}
+    if (layer_group, token_chunk) in entry.strings:
+      entry.strings.remove((layer_group, token_chunk))
+      entry.chunks.update(places)
+      self._transport.expect_more(entry.id, chunks)
+    elif any(entry.chunks.get(place) != c for place, c in places.items()):
+      raise UnexpectedChunk(
+        f'{pages} pages of layer group {layer_group}, token chunk '
+        f'{token_chunk} are not in the manifest'
+      )
+
+  def _string(
+    self, request: int, layer_group: int, token_chunk: int, pages: int
+  ) -> tuple[Chunk, ...]:
+    try:
+      return self._wire.exact_manifest(request, layer_group, token_chunk, pages)
+    except (IndexError, ValueError) as error:
+      raise UnexpectedChunk(f'no exact string: {error}') from error
+
+  def _lacks(self, entry: _Request) -> bool:
+    """Whether a part of the request has not landed."""
+    return len(entry.strings) > 0 or not self._transport.complete(entry.id)
+
   def _unwanted(
-    self, prompt_tokens: int, token_chunk: int, sequence: int
+    self,
+    prompt_tokens: int,
+    token_chunk: int,
+    sequence: int,
+    layer_group: int,
+    pages: int,
   ) -> Chunk | None:
     """Returns a chunk of a dropped or older try, under nobody's name."""
     chunks = _manifest(self._wire, prompt_tokens, token_chunk)
-    return chunks[sequence] if 0 <= sequence < len(chunks) else None
+    if pages:
+      chunks = self._string(_NOBODY, layer_group, token_chunk, pages)
+    return next((c for c in chunks if c.key.sequence == sequence), None)
 
   def _on_done(self, message: messages.Done) -> None:
     with self._lock:
@@ -565,6 +635,14 @@ class RemotePrefill:
       )
     self._transport.poke()
 
+  def _on_encoded(self, message: messages.Encoded) -> None:
+    with self._lock:
+      entry = self._current(message.request, message.generation)
+      if entry is not None:
+        for layer_group, token_chunk, pages in message.strings:
+          self._extend(entry, layer_group, token_chunk, pages)
+        self._transport.moved()  # from now on all of them are due
+
   def _on_failed(self, message: messages.Failed) -> None:
     with self._lock:
       entry = self._current(message.request, message.generation)
@@ -580,7 +658,7 @@ class RemotePrefill:
     with self._lock:
       entries = [e for e in self._requests.values() if e.done]
       for entry in entries:
-        if not entry.released and self._transport.complete(entry.id):
+        if not entry.released and not self._lacks(entry):
           self._release(entry)
       drained = all(e.released or e.refused for e in self._requests.values())
     if self._draining and drained:
@@ -628,6 +706,8 @@ class RemotePrefill:
       policy = Policy.RECOMPUTE
     else:
       policy = self._patience.residual
+    if policy is Policy.ANCHOR_OK and entry.target is Target.EXACT:
+      policy = Policy.FAIL  # nothing made up turns planes into bfloat16
     stalled = TransferStalled(
       f'request {entry.id}: {len(missing)} chunks never came '
       f'(waited {waited_s:.3g} s, prefilled {entry.recomputed + 1} times)'
@@ -667,6 +747,7 @@ class RemotePrefill:
         landed=tuple(
           place for place, c in entry.chunks.items() if c.key not in missing
         ),
+        target=entry.target.value,
       )
     )
 

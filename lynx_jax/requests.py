@@ -9,6 +9,7 @@ import enum
 import math
 from collections.abc import Sequence
 
+from lynx_jax.config import Target
 from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.timeline import Phase, Timeline
 
@@ -54,6 +55,7 @@ class Request:
     streamed: somebody watches: results come after every round.
     deadline_s: seconds after submission by which it matters; orders transfers.
     sampling: how tokens are chosen; the reference chooses them in the same way.
+    target: what its output equals; None is the codec's highest.
   """
 
   prompt: Sequence[int]
@@ -63,6 +65,7 @@ class Request:
   streamed: bool = True
   deadline_s: float = math.inf
   sampling: Sampling = GREEDY
+  target: Target | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +133,9 @@ class Result:
     drafted, accepted: by verifications, bonus tokens excluded.
     rounds: (drafted, accepted) of every verification.
     retracted: provisional tokens that were shown and taken back.
-    anchor_bytes, residual_bytes: arrived.
+    anchor_bytes, residual_bytes, exact_bytes: arrived.
     critical: (ready_s, bytes) of chunks that the first token waits for.
-    anchor_s, residual_s: when the last byte of each stream was there.
+    anchor_s, residual_s, exact_s: when the last byte of each stream was there.
     done_s: the end.
     unverified: a part of the Residual never came and was made up, as the
       transfer's policy allows: tokens need not be those of the reference.
@@ -155,9 +158,11 @@ class Result:
   retracted: int = 0
   anchor_bytes: int = 0
   residual_bytes: int = 0
+  exact_bytes: int = 0
   critical: list[tuple[float, int]] = dataclasses.field(default_factory=list)
   anchor_s: float | None = None
   residual_s: float | None = None
+  exact_s: float | None = None
   done_s: float | None = None
   unverified: bool = False
   error: Exception | None = None

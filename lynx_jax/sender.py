@@ -2,22 +2,26 @@
 """The prefill side: computes prompts, splits them, offers their chunks.
 
 It knows no slot and no decode. What it tells decode besides chunks are the
-records of the control channel: `PrefillDone` and `PrefillFailed`. `PrefillSide`
-is what an engine sees of it, in this process or in another one.
+records of the control channel: `PrefillDone`, `Encoded` and `PrefillFailed`.
+`PrefillSide` is what an engine sees of it, in this process or in another one.
 """
 
+import collections
 import dataclasses
+import itertools
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from lynx_jax import wire as wire_lib
+from lynx_jax.config import Target
 from lynx_jax.prefill import Prefill, Prompt
+from lynx_jax.programs import fetch
 from lynx_jax.requests import Mode
 from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.timeline import Phase, Timeline
@@ -52,7 +56,19 @@ class PrefillFailed:
   seen_s: float
 
 
-Record = PrefillDone | PrefillFailed
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+  """Closes the manifest of the exact plane.
+
+  `strings` has (layer group, token chunk, pages) of each.
+  """
+
+  request: int
+  strings: tuple[tuple[int, int, int], ...]
+  seen_s: float
+
+
+Record = PrefillDone | PrefillFailed | Encoded
 Wire = TypeVar('Wire', bound=Outgoing)
 
 
@@ -90,8 +106,10 @@ class PrefillSide(Protocol):
       sampling: how token 1 is chosen.
     """
 
-  def payloads(self, computed: Any) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
-    """Yields every slice of what `compute` returned, with its payload."""
+  def payloads(
+    self, computed: Any
+  ) -> Iterator[tuple[Chunk, Sequence[wire_lib.Arrays]]]:
+    """Yields every chunk of what `compute` returned, with its payload."""
 
   def submit(
     self,
@@ -102,8 +120,12 @@ class PrefillSide(Protocol):
     sampling: Sampling = GREEDY,
     deadline_s: float = math.inf,
     timeline: Timeline,
+    target: Target = Target.PLANES,
   ) -> None:
-    """Queues a prompt; its `timeline` gets the events of prefill and split."""
+    """Queues a prompt; its `timeline` gets the events of prefill and split.
+
+    Only the target EXACT has its exact plane sent.
+    """
 
   def drop(self, request: int) -> None:
     """Frees the request's KV, and stops its prefill and its transfer."""
@@ -123,6 +145,7 @@ class _Job:
   sampling: Sampling
   deadline_s: float
   timeline: Timeline
+  target: Target
   computed: Prompt | None = None
   critical: list[tuple[float, int]] = dataclasses.field(default_factory=list)
   dropped: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -162,6 +185,9 @@ class Sender(Generic[Wire]):
   def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
     """Compiles what transfers need; yields a payload of every kind."""
     computed = self.compute(np.zeros(self._wire.engine.token_chunk, np.int32))
+    for layer_group in range(len(self._wire.layer_counts)):
+      if self._wire.codec.exact:
+        wire_lib.encode(self._wire, computed, layer_group, 0)
     for part in self._wire.slice_kinds():
       (arrays,) = wire_lib.cut(self._wire, computed, 0, (part,))
       yield part, arrays
@@ -194,12 +220,18 @@ class Sender(Generic[Wire]):
 
   def payloads(
     self, computed: Prompt
-  ) -> Iterator[tuple[Slice, wire_lib.Arrays]]:
-    """Yields every slice of what `compute` returned, with its payload."""
-    for token_chunk in range(self._wire.token_chunks(computed.tokens)):
-      for chunk in self._wire.manifest(0, computed.tokens, token_chunk):
-        payload = wire_lib.cut(self._wire, computed, token_chunk, chunk.slices)
-        yield from zip(chunk.slices, payload, strict=True)
+  ) -> Iterator[tuple[Chunk, Sequence[wire_lib.Arrays]]]:
+    """Yields every chunk of what `compute` returned, with its payload."""
+    wire = self._wire
+    manifests = [
+      wire.manifest(0, computed.tokens, token_chunk)
+      for token_chunk in range(wire.token_chunks(computed.tokens))
+    ]
+    for string in wire.strings(computed.tokens):
+      pages = fetch(wire_lib.encode(wire, computed, *string)).item()
+      manifests.append(wire.exact_manifest(0, *string, pages))
+    for chunk in itertools.chain(*manifests):
+      yield chunk, wire_lib.cut(wire, computed, chunk.token_chunk, chunk.slices)
 
   def submit(
     self,
@@ -210,9 +242,10 @@ class Sender(Generic[Wire]):
     sampling: Sampling = GREEDY,
     deadline_s: float = math.inf,
     timeline: Timeline,
+    target: Target = Target.PLANES,
   ) -> None:
     """Queues a prompt; its `timeline` gets the events of prefill and split."""
-    job = _Job(request, prompt, mode, sampling, deadline_s, timeline)
+    job = _Job(request, prompt, mode, sampling, deadline_s, timeline, target)
     self._jobs[request] = job
     self._waiting.put(job)
 
@@ -268,14 +301,38 @@ class Sender(Generic[Wire]):
     self.transport.close()
 
   def _run(self) -> None:
-    while (job := self._waiting.get()) is not None:
+    # Prompts whose exact plane is being encoded, a string a step, while no
+    # other prompt waits.
+    encoding: collections.deque[tuple[_Job, Iterator[None]]] = (
+      collections.deque()
+    )
+    while True:
       try:
-        self._compute(job)
-      except Exception as error:  # reaches the caller as a record
-        seen_s = time.monotonic() + self.transport.latency_s
-        self._records.put(PrefillFailed(job.request, error, seen_s))
+        job = self._waiting.get(block=not encoding)
+      except queue.Empty:
+        if not self._go_on(*encoding[0]):
+          encoding.popleft()
+        continue
+      if job is None:
+        return
+      steps = self._compute(job)
+      if self._go_on(job, steps):
+        encoding.append((job, steps))
 
-  def _compute(self, job: _Job) -> None:
+  def _go_on(self, job: _Job, steps: Iterator[None]) -> bool:
+    """Does the next step; returns whether there are more."""
+    try:
+      next(steps)
+      return True
+    except StopIteration:
+      return False
+    except Exception as error:  # reaches the caller as a record
+      seen_s = time.monotonic() + self.transport.latency_s
+      self._records.put(PrefillFailed(job.request, error, seen_s))
+      return False
+
+  def _compute(self, job: _Job) -> Iterator[None]:
+    """Does all that is urgent, then yields before each exact string."""
     if job.dropped.is_set():
       return
     overlapped = job.mode is Mode.OVERLAPPED
@@ -308,6 +365,16 @@ class Sender(Generic[Wire]):
         end_s + self.transport.latency_s,
       )
     )
+    if job.target is Target.PLANES:
+      return
+    encoded = []
+    for string in self._wire.strings(len(job.prompt)):
+      yield
+      if job.dropped.is_set():
+        return
+      encoded.append((*string, self._encode(job, *string)))
+    seen_s = time.monotonic() + self.transport.latency_s
+    self._records.put(Encoded(job.request, tuple(encoded), seen_s))
 
   def _split(self, job: _Job, token_chunk: int) -> None:
     start_s = time.monotonic()
@@ -317,6 +384,24 @@ class Sender(Generic[Wire]):
       Phase.SPLIT, start_s, time.monotonic(), token_chunk=token_chunk
     )
 
+  def _encode(self, job: _Job, layer_group: int, token_chunk: int) -> int:
+    """Encodes and offers an exact string; returns how many pages it has."""
+    start_s = time.monotonic()
+    assert job.computed is not None
+    string = layer_group, token_chunk
+    pages = fetch(wire_lib.encode(self._wire, job.computed, *string)).item()
+    end_s = time.monotonic()
+    job.timeline.add(
+      Phase.ENCODE,
+      start_s,
+      end_s,
+      token_chunk=token_chunk,
+      layer_group=layer_group,
+    )
+    chunks = self._wire.exact_manifest(job.request, *string, pages)
+    self._put(job, chunks, end_s)
+    return pages
+
   def _offer(self, job: _Job, token_chunk: int, ready_s: float) -> None:
     chunks = self._wire.manifest(job.request, len(job.prompt), token_chunk)
     job.critical += [
@@ -324,6 +409,9 @@ class Sender(Generic[Wire]):
       for chunk in chunks
       if chunk.stream is Stream.ANCHOR
     ]
+    self._put(job, chunks, ready_s)
+
+  def _put(self, job: _Job, chunks: Sequence[Chunk], ready_s: float) -> None:
     with self._dropping:
       if not job.dropped.is_set():
         self.transport.offer(

@@ -18,6 +18,8 @@ class Phase(enum.StrEnum):
   SPLIT = 'split'
   ANCHOR = 'anchor'  # a chunk: from its first bit on the link to its arrival
   RESIDUAL = 'residual'
+  ENCODE = 'encode'  # an exact string, at the sender
+  EXACT = 'exact'  # a chunk, as for the Anchor
   DRAFT = 'draft'
   VERIFY = 'verify'
   COMMIT = 'commit'

@@ -12,6 +12,10 @@ such plane:
 | plane 0 | k, v, k_scale, k_offset, v_scale, v_offset |
 | plane p > 0 | k, v |
 | dense prefix, sinks, tail | k, v |
+| exact | pages of the string |
+
+Pages of an exact string are gathered beside the cache (`gather`), in room for
+its longest form, and go into it together, when the planes are there (`merge`).
 
 Both programs are compiled for each kind of slice and each power of two of
 units (`WireFormat.slice_counts`); slot, layers and positions are traced.
@@ -26,14 +30,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lynx_jax import kv_cache
+from lynx_jax import exact, kv_cache
 from lynx_jax.codec import PackedTensor
-from lynx_jax.kv_cache import Cache, Prefix
+from lynx_jax.kv_cache import Cache, Exact, Prefix
 from lynx_jax.prefill import Prompt
 from lynx_jax.programs import program
-from lynx_jax.shapes import Array, Int32
+from lynx_jax.shapes import Array, BFloat16, Int32, UInt16
 from lynx_jax.transport import digest
 from lynx_jax.transport.streams import (
+  DENSE_BYTES,
+  PAGE_BYTES,
   TAIL_BLOCK,
   Chunk,
   Segment,
@@ -42,6 +48,9 @@ from lynx_jax.transport.streams import (
 )
 
 Arrays = tuple[Array | None, ...]
+String = UInt16[Array, '1 1 pages page']  # one layer, one slot: as a buffer
+
+_PAGE = PAGE_BYTES // DENSE_BYTES  # units of exact.ExactPlane
 
 
 def cut(
@@ -51,7 +60,8 @@ def cut(
 
   Args:
     wire: format of the request.
-    prompt: it has split the token chunk; the tail needs all of it.
+    prompt: it has split the token chunk; the tail needs all of it, and the
+      exact plane that its string was encoded.
     token_chunk: of the chunk.
     slices: of the chunk.
   """
@@ -60,10 +70,14 @@ def cut(
   payload = []
   for part in slices:
     base, first, packed = 0, 0, False
+    arrays: tuple[Array | None, ...]
+    rows: tuple[int, ...]
     if part.segment is Segment.TAIL:
       kv = prompt.kv[part.layer_group]
       arrays, rows = (kv.k, kv.v), (TAIL_BLOCK,) * 2
       base = prompt.prefix_tokens
+    elif part.segment is Segment.EXACT:
+      arrays, rows = (prompt.exact[part.layer_group, token_chunk],), (1,)
     else:
       split = prompt.split[token_chunk][part.layer_group]
       if part.segment is Segment.SINKS:
@@ -105,14 +119,104 @@ def insert(
     prefix = dataclasses.replace(prefix, sinks_k=filled[0], sinks_v=filled[1])
   else:
     prefix = _with_arrays(prefix, part.plane, filled)
-  return Cache(
-    _with(cache.prefix, part.layer_group, prefix),
-    _with(cache.tail, part.layer_group, tail),
+  return dataclasses.replace(
+    cache,
+    prefix=_with(cache.prefix, part.layer_group, prefix),
+    tail=_with(cache.tail, part.layer_group, tail),
   )
+
+
+def encode(
+  wire: WireFormat, prompt: Prompt, layer_group: int, token_chunk: int
+) -> Int32[Array, '']:
+  """Encodes an exact string of a prompt; returns how many pages it has.
+
+  Args:
+    wire: format of the request.
+    prompt: it has split the token chunk.
+    layer_group, token_chunk: of the string.
+  """
+  size, codec = wire.engine.token_chunk, wire.codec
+  start = token_chunk * size
+  sinks = 0 if token_chunk else codec.sinks
+  split = prompt.split[token_chunk][layer_group]
+  dense = _rows_program(size)(prompt.kv[layer_group], np.int32(start))
+  planes = []
+  for x, packed in zip(dense, (split.k, split.v), strict=True):
+    assert isinstance(packed, PackedTensor)
+    planes.append(exact.encode(x, packed, sinks=sinks))
+  string, pages = _join_program(wire.most_pages(layer_group))(
+    *planes, np.int32((prompt.prefix_tokens - start) // codec.group)
+  )
+  prompt.exact[layer_group, token_chunk] = string
+  return pages
+
+
+def gather(
+  wire: WireFormat, string: String | None, part: Slice, payload: Arrays
+) -> String:
+  """Returns an exact string with the pages of a slice; it is donated."""
+  if string is None:
+    (pages,) = payload
+    assert pages is not None
+    shape = (1, 1, wire.most_pages(part.layer_group), _PAGE)
+    string = jnp.zeros(shape, jnp.uint16, device=pages.sharding)
+  (filled,) = _insert_program((1,), axis=2)(
+    (string,),
+    payload,
+    np.int32(0),
+    np.asarray(part.layers, np.int32),
+    np.asarray(part.indices, np.int32),
+  )
+  return filled
+
+
+def merge(
+  wire: WireFormat,
+  cache: Cache,
+  slot: int,
+  layer_group: int,
+  token_chunk: int,
+  string: String,
+  prompt_tokens: int,
+) -> Cache:
+  """Returns the cache with what an exact string and the planes give.
+
+  Args:
+    wire: format of the request.
+    cache: it holds all planes of the string's tokens; the exact prefix of the
+      layer group is donated.
+    slot: of the request.
+    layer_group, token_chunk: of the string.
+    string: whole.
+    prompt_tokens: P.
+  """
+  codec, size = wire.codec, wire.engine.token_chunk
+  prefix, held = cache.prefix[layer_group], cache.exact[layer_group]
+  layers, heads, groups = wire.string_blocks(layer_group)
+  shape = (layers, heads, groups, codec.group * wire.model.head_dim)
+  first = token_chunk * size // codec.group
+  end = codec.prefix_end(prompt_tokens) // codec.group
+  sinks = 0 if token_chunk else codec.sinks
+  planes = _part_program(shape)(string)
+  packed = _groups_program(groups)(
+    prefix.k, prefix.v, np.int32(slot), np.int32(first)
+  )
+  values = [
+    exact.decode(*both, sinks=sinks)
+    for both in zip(packed, planes, strict=True)
+  ]
+  held = _place_program(codec.group)(
+    held, *values, np.int32(slot), np.int32(first), np.int32(end - first)
+  )
+  return dataclasses.replace(cache, exact=_with(cache.exact, layer_group, held))
 
 
 def specs(wire: WireFormat, part: Slice, sharding: Any) -> Any:
   """Returns what the payload of a slice looks like, as `ShapeDtypeStruct`s."""
+  if part.segment is Segment.EXACT:
+    shape = (len(part.layers), 1, _PAGE)
+    return (jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=sharding),)
   buffers, rows, axis = _destination(wire, _abstract_cache(wire), part)
 
   def one(buffer, size):
@@ -221,6 +325,94 @@ def _insert_program(rows: tuple[int, ...], axis: int):
     )
 
   return program(run, name='insert', donate=(0,))
+
+
+@functools.cache
+def _rows_program(size: int):
+  """Compiles: cuts a token chunk out of a layer group's keys and values."""
+
+  def run(kv, start):
+    return tuple(
+      jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (kv.k, kv.v)
+    )
+
+  return program(run, name='exact')
+
+
+@functools.cache
+def _join_program(pages: int):
+  def run(k, v, groups):
+    string, sent = exact.join(k, v, groups, pages=pages, page=_PAGE)
+    return string[None], sent
+
+  return program(run, name='exact')
+
+
+@functools.cache
+def _part_program(shape: tuple[int, ...]):
+  def run(string: String):
+    return exact.part(string[0, 0], shape)
+
+  return program(run, name='exact')
+
+
+@functools.cache
+def _groups_program(count: int):
+  """Compiles: takes `count` groups of a slot; behind the last, the last."""
+
+  def run(
+    k: PackedTensor,
+    v: PackedTensor,
+    slot: Int32[Array, ''],
+    first: Int32[Array, ''],
+  ):
+    def cut(packed):
+      def one(x):
+        *_, rows, lanes = x.shape
+        rows //= packed.groups
+        parts = []
+        for i in range(count):
+          group = jnp.minimum(first + i, packed.groups - 1)
+          parts.append(
+            jax.lax.dynamic_slice(
+              x,
+              (0, slot, 0, group * rows, 0),
+              (x.shape[0], 1, x.shape[2], rows, lanes),
+            )
+          )
+        return jnp.concatenate(parts, axis=3)[:, 0]
+
+      return jax.tree.map(one, packed)
+
+    return cut(k), cut(v)
+
+  return program(run, name='exact')
+
+
+@functools.cache
+def _place_program(size: int):
+  """Compiles: puts the first `count` groups of `size` tokens into a slot."""
+
+  def run(
+    held: Exact,
+    k: BFloat16[Array, 'L C K H'],
+    v: BFloat16[Array, 'L C K H'],
+    slot: Int32[Array, ''],
+    first: Int32[Array, ''],
+    count: Int32[Array, ''],
+  ):
+    def put(i, held):
+      def one(buffer, values):
+        part = jax.lax.dynamic_slice_in_dim(values, i * size, size, axis=1)
+        start = (0, slot, (first + i) * size, 0, 0)
+        return jax.lax.dynamic_update_slice(buffer, part[:, None], start)
+
+      return Exact(one(held.k, k), one(held.v, v))
+
+    most = k.shape[1] // size
+    return jax.lax.fori_loop(0, jnp.minimum(count, most), put, held)
+
+  return program(run, name='exact', donate=(0,))
 
 
 def _prefix_arrays(k, v, plane, group):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lynx_jax import attention
 from lynx_jax.config import CodecConfig, EngineConfig
-from lynx_jax.models import presets
+from lynx_jax.models import presets, transformer
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.pallas_kernels import Unsupported, chunk_attention, dispatch
 from lynx_jax.pallas_kernels.chunk_attention_tpu import chunk_attention_tpu
@@ -34,6 +35,42 @@ def test_agrees_with_xla_at_a_traced_offset(head_dim):
     expected = chunk_attention(q, k, v, layer=1, offset=at)
     # bfloat16 queries and weights: 2^-9 relative each.
     np.testing.assert_allclose(tpu(at), expected, atol=0.02)
+
+
+@pytest.mark.parametrize('window', [None, 1, 6, 100])
+def test_rules_of_a_layer_are_those_of_one_pass(window):
+  """Scale, cap and a traced window, which ends inside of earlier chunks."""
+  q = random((1, 12, 4, 8), 0).astype(jnp.float32)
+  k, v = (random((1, 12, 2, 8), n) for n in (1, 2))
+
+  @jax.jit
+  def run(q, offset, window):
+    return chunk_attention(
+      q,
+      k,
+      v,
+      layer=0,
+      offset=offset,
+      logits_scale=0.5,
+      soft_cap=2.0,
+      window=window,
+    )
+
+  reach = None if window is None else jnp.int32(window)
+  found = [
+    run(q[:, at : at + 4], jnp.int32(at), reach) for at in range(0, 12, 4)
+  ]
+  rule = attention.Rule(logits_scale=0.5, soft_cap=2.0, window=window)
+  expected = transformer.causal_attention(
+    q, *(x.astype(jnp.float32) for x in (k, v)), rule
+  )
+  np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
+
+
+def test_windows_are_left_to_xla():
+  x = random((1, 128, 1, 64), 0)
+  with pytest.raises(Unsupported, match='a sliding window'):
+    chunk_attention_tpu(x, x, x, layer=0, offset=jnp.int32(0), window=8)
 
 
 def test_a_chunk_that_is_no_multiple_of_128_is_refused():

@@ -51,13 +51,19 @@ def compiled():
   logger.propagate = propagate
 
 
-@pytest.mark.parametrize('planes', [(4, 4), (8,)])
-def test_warm_up_compiles_the_table_and_requests_nothing(planes, compiled):
+@pytest.mark.parametrize(
+  'planes, exact', [((4, 4), False), ((8,), False), ((8,), True)]
+)
+def test_warm_up_compiles_the_table_and_requests_nothing(
+  planes, exact, compiled
+):
   to = jax.devices()[0]
   model = Transformer(presets.tiny(head_dim=16), rngs=nnx.Rngs(params=0))
   nnx.update(model, jax.device_put(nnx.state(model), to))
   tensor = TensorCodec(planes=planes)
-  codec = CodecConfig(group=32, recent_tokens=16, k=tensor, v=tensor)
+  codec = CodecConfig(
+    group=32, recent_tokens=16, k=tensor, v=tensor, exact=exact
+  )
   config = EngineConfig(
     slots=2,
     prompt_tokens=256,
@@ -94,8 +100,13 @@ def test_warm_up_compiles_the_table_and_requests_nothing(planes, compiled):
       'stop': 1,
       'draft': 2,
       'verify': 4,
-      'layers': 4 if residual else 2,
-    } | ({'rounds': 1} if residual else {})
+      # Drafts on one plane of 8 bits, verification on bfloat16.
+      'layers': 4 if residual else 3 if exact else 2,
+    }
+    if residual or exact:
+      expected['rounds'] = 1
+    if exact:
+      expected['exact'] = 13
     assert found == expected
     table = _DOCS.read_text(encoding='utf-8')
     assert all(f'`{name}`' in table for name in found)

@@ -54,6 +54,20 @@ def test_schemes_are_values():
   assert len({(s.codec.group, s.codec.sinks) for s in schemes.values()}) == 1
 
 
+def test_an_exact_scheme_is_a_value_without_rotation():
+  (scheme, lynx) = _settings(
+    scheme='lynx_exact,lynx', codec__k_rotation='hadamard'
+  ).schemes
+  assert scheme.target == 'exact'
+  assert scheme.codec.exact
+  assert scheme.codec.k.rotation is Rotation.NONE
+  assert not lynx.codec.exact
+  assert lynx.codec.k.rotation is Rotation.HADAMARD
+  exact = _settings(scheme='lynx,int8,bf16', codec__exact=True)
+  assert [s.codec.exact for s in exact.schemes] == [True, False, False]
+  assert exact.schemes[0].codec == scheme.codec
+
+
 def test_codec_fields():
   settings = _settings(
     scheme='lynx',
@@ -137,6 +151,11 @@ def test_several_modes_and_doubled_names():
     ({'link__rate_gbps': float('nan')}, 'link.rate_gbps=nan'),
     ({'link__rtt_ms': -0.1}, 'link.rtt_ms=-0.1'),
     ({'link__share': 0.0}, 'link.share=0.0'),
+    (
+      {'codec__exact': True, 'codec__v_rotation': 'hadamard'},
+      'codec.v_rotation=hadamard',
+    ),
+    ({'codec__exact': True, 'codec__k': '()', 'codec__v': '()'}, 'codec.k=()'),
     ({'link__emulated': False}, 'link.emulated=False needs link.rate_gbps'),
     ({'link__share': 1.0}, 'link.share=1.0'),
     ({'link__jitter_ms': -1.0}, 'link.jitter_ms=-1.0'),

@@ -10,6 +10,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from lynx_jax.config import (
   LayerCodec,
   Order,
   Rotation,
+  Target,
   TensorCodec,
 )
 from lynx_jax.engine import Engine, Event, Request, State
@@ -70,6 +72,7 @@ def setup(
   sinks: int = 4,
   recent_tokens: int = 16,
   group: int = 32,
+  exact: bool = False,
   layers: tuple[LayerCodec, ...] = (),
   **config,
 ) -> Setup:
@@ -95,6 +98,7 @@ def setup(
       group=group,
       sinks=sinks,
       recent_tokens=recent_tokens,
+      exact=exact,
       layers=layers,
     ),
     config=EngineConfig(**(defaults | config)),
@@ -118,6 +122,8 @@ SETUPS = {
     chunk_bytes=1,
   ),
   'dense': setup(()),
+  # Strings of several pages; some blocks of V are sent as they are.
+  'exact': setup((4, 4), (4, 2), exact=True),
   # K and V with unlike planes in one layer group, the other one dense; no
   # sinks and no recent tokens.
   'mixed': setup(
@@ -185,7 +191,7 @@ class Bench:
       setup.config,
       connect=self._connect if connect is None else connect,
     )
-    self._references: dict[tuple[bytes, Sampling], list[int]] = {}
+    self._references: dict[Any, list[int]] = {}
 
   def _connect(self, cut: courier.Cut) -> courier.Transport:
     link = links.DeviceLink(DECODE_DEVICE)
@@ -212,14 +218,17 @@ class Bench:
     self.engine._decoder.end_tokens = np.asarray([end], np.int32)
 
   def reference(
-    self, prompt: np.ndarray, sampling: Sampling = GREEDY
+    self,
+    prompt: np.ndarray,
+    sampling: Sampling = GREEDY,
+    target: Target | None = None,
   ) -> list[int]:
     """Returns the longest reference output, without an end token."""
-    key = prompt.tobytes(), sampling
+    key = prompt.tobytes(), sampling, target
     if key not in self._references:
       self.configure()
       self._references[key] = self.engine.reference(
-        prompt, OUTPUT_TOKENS, sampling=sampling
+        prompt, OUTPUT_TOKENS, sampling=sampling, target=target
       )
     return self._references[key]
 
@@ -237,8 +246,8 @@ def trickle(seed: int) -> courier.Script:
   rng = random.Random(seed)
 
   def order(chunk):
-    residual = chunk.stream is Stream.RESIDUAL
-    place = chunk.layer_group if residual else chunk.token_chunk
+    anchor = chunk.stream is Stream.ANCHOR
+    place = chunk.token_chunk if anchor else chunk.layer_group
     return chunk.stream, place, chunk.key
 
   def script(chunks):
@@ -291,6 +300,7 @@ def filled(cache: Cache) -> Cache:
       for p in cache.prefix
     ),
     jax.tree.map(dense, cache.tail),
+    jax.tree.map(dense, cache.exact),
   )
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lynx_jax import config as config_lib
 from lynx_jax import kv_cache, programs
-from lynx_jax.engine import Costs, Form, Mode, Request
+from lynx_jax.engine import Costs, Form, Mode, Request, Target
 from lynx_jax.models import cached
 from lynx_jax.speculative import decode
 from lynx_jax.speculative import slots as slots_lib
@@ -27,12 +27,24 @@ from lynx_jax.timeline import Phase
 from lynx_jax.transport import courier
 from tests import engines
 
-SETUP = engines.SETUPS['coarse']
+SETUPS = {
+  Target.PLANES: engines.SETUPS['coarse'],
+  Target.EXACT: engines.SETUPS['exact'],
+}
+SETUP = SETUPS[Target.PLANES]
 # The plain form rounds in its own way, but must not disturb the others; it has
 # programs of its own, so not every engine is asked for it.
-DTYPES = [
-  pytest.param('float32', marks=pytest.mark.xdist_group('coarse')),
-  pytest.param('bfloat16', marks=pytest.mark.xdist_group('bfloat16')),
+FORMS = [
+  pytest.param(
+    dtype, target, marks=pytest.mark.xdist_group(group), id=f'{dtype}-{group}'
+  )
+  for dtype, target, group in (
+    ('float32', Target.PLANES, 'coarse'),
+    ('bfloat16', Target.PLANES, 'bfloat16'),
+    # Two layer groups, and the dense prefix, that of the bf16 scheme.
+    ('float32', Target.EXACT, 'exact'),
+    ('bfloat16', Target.EXACT, 'bfloat16'),
+  )
 ]
 PLAIN = ('lynx', 'dense')
 ROWS, SLOTS = SETUP.config.verify_rows, SETUP.config.slots
@@ -41,15 +53,16 @@ ROWS, SLOTS = SETUP.config.verify_rows, SETUP.config.slots
 class _Pass:
   """The verify pass of one model over a filled cache, in its three forms."""
 
-  def __init__(self, dtype: str):
-    model = engines.model(dtype)
+  def __init__(self, dtype: str, target: Target):
+    model, setup = engines.model(dtype), SETUPS[target]
+    self.target = target
     graphs, params = cached.split(model)
     # Where the engines decode: so they and float32 share programs.
     self.params = jax.device_put(params, engines.DECODE_DEVICE)
     self.decoder = decode.Decoder(
-      graphs, config_lib.layer_ranges(model.config, SETUP.config), rows=ROWS
+      graphs, config_lib.layer_ranges(model.config, setup.config), rows=ROWS
     )
-    cache = kv_cache.empty(model.config, SETUP.codec, SETUP.config)
+    cache = kv_cache.empty(model.config, setup.codec, setup.config)
     self.cache = jax.device_put(engines.filled(cache), engines.DECODE_DEVICE)
 
     def whole(params, tokens, prefix, tail, rows):
@@ -62,12 +75,13 @@ class _Pass:
     """Returns logits and tail of the pass as one program."""
     cache = self.cache if cache is None else cache
     tokens, rows = decode.verify_rows(slots, jnp.asarray(wanted), ROWS)
-    return self.whole(self.params, tokens, cache.prefix, cache.tail, rows)
+    prefix = cache.target(self.target)
+    return self.whole(self.params, tokens, prefix, cache.tail, rows)
 
 
 @functools.cache
-def _pass(dtype: str) -> _Pass:
-  return _Pass(dtype)
+def _pass(dtype: str, target: Target) -> _Pass:
+  return _Pass(dtype, target)
 
 
 def _slots(lengths=(150, 97, 20), drafts=(5, 3, 0), seed=0) -> slots_lib.Slots:
@@ -97,13 +111,13 @@ def _equal(a, b) -> None:
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-def test_all_forms_of_the_verify_pass_give_the_same_bits(dtype):
-  run, slots = _pass(dtype), _slots()
+@pytest.mark.parametrize('dtype, target', FORMS)
+def test_all_forms_of_the_verify_pass_give_the_same_bits(dtype, target):
+  run, slots = _pass(dtype, target), _slots()
   wanted = np.ones(SLOTS, bool)
-  arguments = wanted, 0, 1
+  arguments = wanted, 0, 1, target
   by_group, one = run.decoder.verify(
-    run.params, _copy(run.cache), _copy(slots), wanted
+    run.params, _copy(run.cache), _copy(slots), wanted, target=target
   )
   looped, two = run.decoder.rounds(
     run.params, _copy(run.cache), _copy(slots), *arguments
@@ -119,23 +133,25 @@ def test_all_forms_of_the_verify_pass_give_the_same_bits(dtype):
   assert np.asarray(one.n_out).min() > 1
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-def test_a_rounds_program_repeats_verifications_bit_for_bit(dtype):
-  run, wanted = _pass(dtype), np.ones(SLOTS, bool)
+@pytest.mark.parametrize('dtype, target', FORMS)
+def test_a_rounds_program_repeats_verifications_bit_for_bit(dtype, target):
+  run, wanted = _pass(dtype, target), np.ones(SLOTS, bool)
   cache, slots = _copy(run.cache), _slots(drafts=(0, 0, 0))
   looped, many = run.decoder.rounds(
-    run.params, _copy(cache), _copy(slots), wanted, 0, 5
+    run.params, _copy(cache), _copy(slots), wanted, 0, 5, target
   )
   for _ in range(5):
-    cache, slots = run.decoder.verify(run.params, cache, slots, wanted)
+    cache, slots = run.decoder.verify(
+      run.params, cache, slots, wanted, target=target
+    )
   _equal(cache.tail, looped.tail)
   _equal(slots, many)
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-def test_a_row_does_not_depend_on_its_number(dtype):
+@pytest.mark.parametrize('dtype, target', FORMS)
+def test_a_row_does_not_depend_on_its_number(dtype, target):
   """The token in row r, moved to row 0 by r commits, keeps all its bits."""
-  run, wanted, slots = _pass(dtype), np.ones(SLOTS, bool), _slots()
+  run, wanted, slots = _pass(dtype, target), np.ones(SLOTS, bool), _slots()
   logits, tail = run.logits(slots, wanted)
   tokens = jnp.concatenate([slots.last_token[:, None], slots.drafts], axis=1)
   for row in range(1, ROWS):
@@ -156,10 +172,10 @@ def test_a_row_does_not_depend_on_its_number(dtype):
         _equal(a[:, slot, at[slot]], b[:, slot, at[slot]])
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('dtype, target', FORMS)
 @pytest.mark.parametrize('slot', range(SLOTS))
-def test_a_slot_does_not_depend_on_the_others(dtype, slot):
-  run, slots = _pass(dtype), _slots()
+def test_a_slot_does_not_depend_on_the_others(dtype, target, slot):
+  run, slots = _pass(dtype, target), _slots()
   wanted = np.arange(SLOTS) == slot
   logits, tail = run.logits(slots, np.ones(SLOTS, bool))
   others = _slots((40, 70, 3), (1, 5, 2), seed=1)
@@ -182,6 +198,10 @@ def test_a_slot_does_not_depend_on_the_others(dtype, slot):
     _equal(a[:, slot], b[:, slot])
 
 
+def _targets(codec):
+  return [None, *Target] if codec.exact else [None]
+
+
 @st.composite
 def _batches(draw, name):
   """Draws requests, the steps at which they come, and the engine's policy."""
@@ -202,6 +222,7 @@ def _batches(draw, name):
       streamed=draw(st.booleans()),
       deadline_s=draw(st.sampled_from([0.1, 10.0])),
       sampling=draw(st.sampled_from(engines.SAMPLINGS)),
+      target=draw(st.sampled_from(_targets(setup.codec))),
     )
     requests.append((draw(st.integers(0, 12)), request))
   return (
@@ -231,7 +252,9 @@ def test_committed_tokens_are_the_reference(name):
     nonlocal drafted, accepted
     requests, policy, script, end_at, seed = batch
     full = [
-      bench.reference(np.asarray(request.prompt, np.int32), request.sampling)
+      bench.reference(
+        np.asarray(request.prompt, np.int32), request.sampling, request.target
+      )
       for _, request in requests
     ]
     ends = () if end_at is None else (full[0][end_at],)
@@ -257,9 +280,22 @@ def test_committed_tokens_are_the_reference(name):
     assert drafted == 0
   else:
     assert accepted > 0
-  if name in ('lynx', 'coarse', 'interleaved', 'mixed'):
+  if name in ('lynx', 'coarse', 'interleaved', 'mixed', 'exact'):
     # Else the drafts were never wrong, and the test could not fail.
     assert accepted < drafted
+
+
+@pytest.mark.xdist_group('exact')
+def test_the_exact_reference_is_that_of_bfloat16():
+  """And that of the planes is another one: else nothing would be shown."""
+  bench, dense = engines.bench('exact'), engines.bench('dense')
+  differ = 0
+  for tokens in (200, 150, 97, 80, 64, 33):
+    prompt = engines.prompt(tokens)
+    expected = dense.reference(prompt)
+    assert bench.reference(prompt, target=Target.EXACT) == expected
+    differ += bench.reference(prompt, target=Target.PLANES) != expected
+  assert differ
 
 
 @pytest.mark.parametrize('seed', range(4))

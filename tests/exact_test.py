@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from lynx_jax import codec as codec_lib
 from lynx_jax import exact
-from lynx_jax.config import Axis, ConfigError, Rotation, TensorCodec
+from lynx_jax.config import (
+  Axis,
+  ConfigError,
+  Rotation,
+  TensorCodec,
+  check_exact,
+)
 
 GROUP, HEADS, DIM = 32, 2, 16
 SHAPE = (3 * GROUP, HEADS, DIM)
@@ -129,6 +135,36 @@ def test_an_outlier_costs_its_own_channel_only():
   assert before[0, 0] < after[0, 0] <= before[0, 0] + most
 
 
+@pytest.mark.parametrize('sent', range(4))
+def test_strings_hold_the_blocks_of_the_groups_that_are_sent(sent):
+  """Some blocks are sent as they are; what is not sent arrives as garbage."""
+  dense, planes, packed = [], [], []
+  for seed in range(2):
+    bits = _values(seed, 2, 0.0)
+    bits[GROUP * seed + 3, seed, 5] = 0x7F80
+    x = jnp.asarray(bits.view(jnp.bfloat16))
+    dense.append(bits)
+    packed.append(_split(x, codec=TensorCodec(), group=GROUP, sinks=0))
+    planes.append(exact.encode(x, packed[-1]))
+  values = GROUP * DIM
+  page, room = 256, -(-(4 * 3 * (1 + values)) // 256)
+  string, pages = jax.jit(exact.join, static_argnames=('pages', 'page'))(
+    *planes, np.int32(sent), pages=room, page=page
+  )
+  sizes = [
+    exact.units_of(c, values)
+    for plane in planes
+    for c in np.asarray(plane.classes)[:, :sent].ravel().tolist()
+  ]
+  assert int(pages) == -(-(4 * 3 + sum(sizes)) // page)
+  string = string.at[int(pages) :].set(0xFFFF)
+  found = jax.jit(exact.part, static_argnums=1)(string, (HEADS, 3, values))
+  for bits, plane, values in zip(dense, found, packed, strict=True):
+    back = np.asarray(exact.decode(values, plane)).view(np.uint16)
+    tokens = sent * GROUP
+    np.testing.assert_array_equal(back[:tokens], bits[:tokens])
+
+
 def _number(key: int) -> Fraction:
   bits = np.uint16(key if key >= 0 else 0x7FFF - key)
   return Fraction(float(bits.view(jnp.bfloat16)))
@@ -181,4 +217,4 @@ def _bin(scale, offset, code):
 )
 def test_a_codec_without_bins_is_refused(codec, message):
   with pytest.raises(ConfigError, match=re.escape(message)):
-    exact.check('v', codec)
+    check_exact('v', codec)

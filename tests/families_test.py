@@ -207,7 +207,8 @@ def test_the_engine_sends_the_window_and_gives_its_reference(tmp_path):
     model,
     model,
     codec,
-    dataclasses.replace(ENGINE, chunk_bytes=2000, draft_tokens=2),
+    # A chunk a unit: few programs to compile.
+    dataclasses.replace(ENGINE, chunk_bytes=1, draft_tokens=2),
     connect=lambda cut: Courier(Scheduler(1), DeviceLink(to), cut),
   ) as engine:
     # The second request finds what the first one has left in the slot.

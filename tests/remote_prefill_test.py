@@ -192,6 +192,30 @@ def test_output_equals_the_reference(
   _until(lambda: child.held() == (0, 0, 0), within_s=1.0)
 
 
+@pytest.mark.parametrize('fault', [None, Fault.UNANNOUNCED])
+def test_an_exact_target_arrives_from_another_process(
+  child, fingerprint, decode_model, server, fault
+):
+  """Lengths of strings reach the manifest, even if an announcement is lost."""
+  dense = engines.bench('dense')
+  expected = {n: dense.reference(engines.prompt(n)) for n in (200, 97)}
+  options = {}
+  if fault is not None:
+    options['faults'] = Faults(1, {fault: 0.5}, most=3)
+  wire = transfers.FORMATS[2]
+  with _engine(
+    child, fingerprint, decode_model, server, wire, **options
+  ) as engine:
+    if fault is None:
+      tokens = engine.reference(engines.prompt(200).tolist(), OUTPUTS)
+      assert tokens == expected[200]
+    results = _finish(engine, _submit(engine, (200, 97)))
+    _check(results, expected)
+    assert all(result.exact_bytes for result in results)
+    assert fault is None or options['faults'].made[fault]
+    _until(lambda: child.held() == (0, 0, 1), within_s=1.0)
+
+
 def test_an_emulated_link_keeps_its_rate(
   child, fingerprint, decode_model, references, server
 ):

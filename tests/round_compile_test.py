@@ -15,7 +15,7 @@ from flax import nnx
 
 from experiments import tpu_compiler
 from lynx_jax import kv_cache, prefill
-from lynx_jax.config import CodecConfig, EngineConfig
+from lynx_jax.config import CodecConfig, EngineConfig, Target
 from lynx_jax.models import cached, presets
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.pallas_kernels import dispatch
@@ -108,6 +108,56 @@ def test_a_round_copies_no_cache(name, form):
   assert not [str(x) for x in tpu_compiler.made(report.hlo) if x.dtype == 'u8']
   assert not copies(report, tail)
   assert report.temp_bytes < n_bytes(prefix[0].k.planes)
+
+
+# Rows of a verification: a prime that divides no other dimension.
+ROWS = 23
+
+
+def _sums_over_rows(hlo):
+  sums = [*tpu_compiler.summed(hlo)]
+  assert len(sums) > 4, 'no sums were found'
+  assert any(ROWS in x.shape for x in tpu_compiler.made(hlo))
+  return [s for s in sums if any(size % ROWS == 0 for size in s[1])]
+
+
+@pytest.mark.parametrize('target', ['planes', 'exact'])
+def test_no_sum_of_a_verification_runs_over_its_rows(target):
+  """So what a row computes does not depend on which row it is."""
+  model = MODELS['SmolLM2-135M']
+  graphs, params = split(model)
+  engine = dataclasses.replace(
+    ENGINE, slots=1, verify_rows=ROWS, prompt_tokens=2048
+  )
+  codec = CodecConfig(exact=True)
+  cache = jax.eval_shape(lambda: kv_cache.empty(model, codec, engine))
+  programs = decode._programs(graphs, ROWS, dispatch.PALLAS_TPU)
+  scalar = jax.ShapeDtypeStruct((1,), jnp.int32)
+  report = tpu_compiler.compile_for(
+    'v5e',
+    programs.layers,
+    params,
+    activations(ROWS, 1, model),
+    cache.target(Target(target))[0],
+    cache.tail[0],
+    kv_cache.Rows(scalar, scalar, scalar.update(dtype=jnp.bool_)),
+    None,
+  )
+  assert not _sums_over_rows(report.hlo)
+
+
+def test_a_planted_sum_over_rows_is_seen():
+  def planted(h, w):
+    h = jax.nn.relu(h @ w) @ w
+    h = h / jnp.sum(h**2, axis=2, keepdims=True)
+    h = h @ w - jnp.max(h, axis=2, keepdims=True)
+    return jax.nn.softmax(h) - jnp.mean(h, axis=1, keepdims=True)
+
+  h = jax.ShapeDtypeStruct((1, ROWS, 512), jnp.float32)
+  w = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+  report = tpu_compiler.compile_for('v5e', planted, h, w)
+  ((opcode, sizes),) = _sums_over_rows(report.hlo)
+  assert (opcode, sizes) == ('reduce', (ROWS,))
 
 
 def test_prefill_of_128k_tokens_is_one_program_without_copies():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import results, sampling_study
+from tests import engines
 
 
 @given(st.integers(0, 2**16), st.sampled_from([0.1, 1.0, 10.0]))
@@ -26,15 +27,16 @@ def test_the_chance_is_the_sum_over_all_pairs(seed, spread):
 _coupling = jax.jit(sampling_study.coupling)
 
 
-@pytest.mark.xdist_group('study')
-def test_all_measurements_of_a_tiny_model(tmp_path):
+def test_measurements_of_a_tiny_model(tmp_path):
   sampling_study.main(
     [
+      'acceptance',
+      'total_variation',
       f'--workdir={tmp_path}',
       '--model=tiny',
+      '--prompt_file=book',
       '--prompt_tokens=300',
       '--text_tokens=64',
-      '--pairs=1',
     ]
   )
   values = {r['name']: r for r in results.read(tmp_path / results.FILE)}
@@ -46,8 +48,21 @@ def test_all_measurements_of_a_tiny_model(tmp_path):
     assert 0.5 < shared <= rejection <= 1
   assert 0 < values['sampling_total_variation']['value'] < 0.04
   assert values['sampling_total_variation']['n'] == 20_480
-  for name in ('self_speculation_speedup', 'self_speculation_over_plain'):
-    assert values[name]['value'] > 0
+
+
+@pytest.mark.xdist_group('lynx')
+def test_self_speculation_leaves_the_engine_as_it_was():
+  bench = engines.bench('lynx')
+  bench.script = list
+  bench.configure(draft_tokens=3)
+  prompt = engines.prompt(150).tolist()
+  found = sampling_study.self_speculation(bench.engine, prompt, pairs=1)
+  assert [record['name'] for record in found] == [
+    'self_speculation_speedup',
+    'self_speculation_over_plain',
+  ]
+  assert all(record['value'] > 0 for record in found)
+  assert bench.engine.config.draft_tokens == 3
 
 
 def test_an_unknown_measurement_is_named(tmp_path, capsys):

@@ -16,7 +16,7 @@ from lynx_jax import config
 from lynx_jax.transport import scheduler as scheduler_lib
 from lynx_jax.transport import streams
 
-ANCHOR, RESIDUAL = streams.Stream.ANCHOR, streams.Stream.RESIDUAL
+ANCHOR, RESIDUAL, EXACT = streams.Stream
 
 
 def chunk_of(
@@ -29,6 +29,7 @@ def chunk_of(
     slices=(),
     anchor_bytes=size if stream is ANCHOR else 0,
     residual_bytes=size if stream is RESIDUAL else 0,
+    exact_bytes=size if stream is EXACT else 0,
   )
 
 
@@ -42,9 +43,9 @@ def drain(scheduler, now_s=0.0):
 
 
 def test_order_of_design():
-  """Anchors by token chunk, then Residuals by layer group, deadline first."""
+  """Anchors by token chunk, then the rest by layer group, deadline first."""
   late, soon = 0, 1
-  parts = list(itertools.product((ANCHOR, RESIDUAL), range(3), range(2)))
+  parts = list(itertools.product(streams.Stream, range(3), range(2)))
   requests = {}
   for request in (late, soon):
     requests[request] = [
@@ -53,7 +54,7 @@ def test_order_of_design():
     ]
   expected = [
     (stream, request, *place)
-    for stream in (ANCHOR, RESIDUAL)
+    for stream in streams.Stream
     for request in (soon, late)
     for place in itertools.product(
       *((range(3), range(2)) if stream is ANCHOR else (range(2), range(3)))
@@ -121,6 +122,9 @@ def test_residual_window_limits_what_is_outstanding():
   assert scheduler.next(0.0) is residuals[0]
   assert scheduler.next(0.0) is residuals[1]
   assert scheduler.next(0.0) is None  # 30 > 25
+  exact = chunk_of(stream=EXACT, sequence=3, size=1)
+  scheduler.offer([exact], arrival_s=0.0, ready_s=0.0)
+  assert scheduler.next(0.0) is None  # it does not slip past a Residual
   assert scheduler.peek(0.0) is residuals[2]
   anchor = chunk_of(request=9, size=1000)
   scheduler.offer([anchor], arrival_s=0.0, ready_s=0.0)
@@ -129,6 +133,8 @@ def test_residual_window_limits_what_is_outstanding():
   assert scheduler.outstanding_bytes(RESIDUAL) == 20
   assert scheduler.landed(residuals[0], 4.0) == 4.0
   assert scheduler.next(4.0) is residuals[2]
+  assert scheduler.next(4.0) is exact  # 21 bytes: the window is one for both
+  scheduler.landed(exact, 4.0)
   scheduler.residual_window_bytes = 0
   scheduler.landed(residuals[1], 5.0)
   scheduler.landed(residuals[2], 5.0)
@@ -224,7 +230,7 @@ def test_work_conserving_and_no_anchor_waits_behind_two_chunks(offers, window):
       overtaken = [
         c
         for c, _, s, e in sent[:i]
-        if c.stream is RESIDUAL and e > ready_s and s < start_s
+        if c.stream is not ANCHOR and e > ready_s and s < start_s
       ]
       assert len(overtaken) <= 1
     free_s = end_s

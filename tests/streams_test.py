@@ -5,6 +5,7 @@ They know no arrays and no scheduler.
 """
 
 import collections
+import contextlib
 import dataclasses
 import math
 import random
@@ -325,6 +326,82 @@ def test_progress_in_any_order(recipe, prompt_tokens, seed):
       break
     progress.land(chunks[number])
     left -= {tuple(u) for u in chunks[number].units()}
+
+
+EXACT = streams.WireFormat(
+  model_of(layers=3),
+  config.CodecConfig(exact=True),
+  config.EngineConfig(layer_groups=2, chunk_bytes=5_000),
+)
+
+
+@hypothesis.given(lengths, st.integers(0, 10**6))
+@hypothesis.settings(max_examples=30, deadline=None)
+def test_progress_of_an_exact_target_in_any_order(prompt_tokens, seed):
+  """The lengths of strings are known from their chunks alone."""
+  rng = random.Random(seed)
+  chunks = whole(EXACT, prompt_tokens)
+  strings = {
+    (layer_group, token_chunk): rng.randint(1, EXACT.most_pages(layer_group))
+    for layer_group, token_chunk in EXACT.strings(prompt_tokens)
+  }
+  for string, pages in strings.items():
+    manifest = EXACT.exact_manifest(0, *string, pages)
+    assert [u.index for c in manifest for u in c.units()] == [*range(pages)]
+    assert all(c.bytes <= 5_000 and c.exact_bytes == c.bytes for c in manifest)
+    chunks += manifest
+  assert len({c.key for c in chunks}) == len(chunks)
+  rng.shuffle(chunks)
+  target = config.Target.EXACT
+  progress = streams.Progress(EXACT, 0, prompt_tokens, target=target)
+  anchor, _, exact = streams.Stream
+  while True:
+    left = [(c, u) for c in chunks for u in c.units()]
+    assert progress.complete == (not left)
+    assert progress.layer_groups == min(
+      (u.layer_group for _, u in left if u.stream is not anchor), default=2
+    )
+    for string in strings:
+      needed = [
+        unit
+        for chunk, unit in left
+        if unit.stream is anchor
+        or (
+          unit.layer_group == string[0]
+          and (
+            chunk.token_chunk == string[1]
+            if unit.stream is exact
+            else unit.index // 2 <= string[1]
+          )
+        )
+      ]
+      assert progress.mergeable(*string) == (not needed)
+    if not chunks:
+      break
+    progress.land(chunks.pop())
+  assert progress.exact_bytes_left == 0
+
+
+def test_progress_refuses_pages_that_it_does_not_miss():
+  (chunk, *_) = EXACT.exact_manifest(0, 0, 0, 7)
+  other = EXACT.exact_manifest(0, 0, 0, 9)
+  with pytest.raises(streams.UnexpectedChunk, match='no string'):
+    streams.Progress(EXACT, 0, 300).land(chunk)  # of another target
+  exact = streams.Progress(EXACT, 0, 300, target=config.Target.EXACT)
+  exact.land(chunk)
+  with pytest.raises(streams.UnexpectedChunk, match='the string has 7'):
+    exact.land(other[-1])
+  for again in range(3):
+    key = chunk.key._replace(sequence=again)
+    error = (
+      pytest.raises(streams.UnexpectedChunk, match='not missing')
+      if again == 2
+      else contextlib.nullcontext()
+    )
+    with error:
+      exact.land(dataclasses.replace(chunk, key=key))
+  with pytest.raises(ValueError, match=r'pages=0 must be in 1\.\.'):
+    EXACT.exact_manifest(0, 0, 0, 0)
 
 
 def test_progress_refuses_what_is_not_its_own():

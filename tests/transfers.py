@@ -21,7 +21,7 @@ WINDOW_BYTES = 64 * 1024
 LEASE_S = 2.0
 FORMATS = [
   WireFormat(engines.MODEL, engines.SETUPS[name].codec, SETUP.config)
-  for name in ('lynx', 'dense')
+  for name in ('lynx', 'dense', 'exact')
 ]
 model = engines.model
 ENVIRONMENT = os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'}

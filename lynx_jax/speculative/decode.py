@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from lynx_jax import kv_cache, sampling
+from lynx_jax.config import Target
 from lynx_jax.kv_cache import Cache, Prefix, Rows, Tail
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
@@ -101,6 +102,7 @@ def verify(
 
 def rounds(
   model: Transformer,
+  draft_prefix: Prefixes,
   prefix: Prefixes,
   tail: Tails,
   slots: Slots,
@@ -114,12 +116,12 @@ def rounds(
 ) -> tuple[Tails, Slots]:
   """Repeats draft → verify → commit until all wanted slots have ended.
 
-  Drafts read the Anchor only. With `draft_tokens` = 0 a round is plain
-  decoding in the verify program.
+  With `draft_tokens` = 0 a round is plain decoding in the verify program.
 
   Args:
     model: parameters.
-    prefix, tail: the cache with all planes of the target.
+    draft_prefix: what drafts read: the Anchor only.
+    prefix, tail: the cache of the target.
     slots: where each slot stands.
     wanted: slots whose target cache is complete.
     draft_tokens: γ, at most `rows - 1`.
@@ -137,7 +139,7 @@ def rounds(
     done, tail, slots = carry
     tail, slots = draft(
       model,
-      kv_cache.anchor_only(prefix),
+      draft_prefix,
       tail,
       slots,
       wanted,
@@ -215,12 +217,14 @@ class Pass:
     h: residual stream behind the layer groups that have run.
     rows: where the tokens stand.
     wanted: slots that are verified.
+    target: the cache that is read.
     groups: how many layer groups have run.
   """
 
   h: Float[Array, 'B T D']
   rows: Rows
   wanted: np.ndarray
+  target: Target = dataclasses.field(metadata={'static': True})
   groups: int = dataclasses.field(default=0, metadata={'static': True})
 
 
@@ -301,9 +305,10 @@ class Decoder:
     slots: Slots,
     wanted: np.ndarray,
     rows: int | None = None,
+    target: Target = Target.PLANES,
   ) -> tuple[Cache, Slots]:
     """Verifies once; `rows` = 1 is plain decoding; see `verify`."""
-    running = self.open_verify(params, slots, wanted, rows)
+    running = self.open_verify(params, slots, wanted, rows, target)
     cache, running = self.resume(params, cache, running, len(self._ranges))
     return cache, self.close_verify(params, slots, running)
 
@@ -313,6 +318,7 @@ class Decoder:
     slots: Slots,
     wanted: np.ndarray,
     rows: int | None = None,
+    target: Target = Target.PLANES,
   ) -> Pass:
     """Begins a verification, which no layer group has to be there for.
 
@@ -320,7 +326,7 @@ class Decoder:
     """
     opened = self._programs.open_verify[rows or self.rows]
     h, where = opened(params, slots, wanted)
-    return Pass(h, where, wanted)
+    return Pass(h, where, wanted, target)
 
   def resume(
     self, params: nnx.State, cache: Cache, running: Pass, upto: int
@@ -329,7 +335,7 @@ class Decoder:
     h, tail = self._layers(
       params,
       running.h,
-      cache.prefix,
+      cache.target(running.target),
       cache.tail,
       running.rows,
       range(running.groups, upto),
@@ -354,11 +360,13 @@ class Decoder:
     wanted: np.ndarray,
     draft_tokens: int,
     max_rounds: int,
+    target: Target = Target.PLANES,
   ) -> tuple[Cache, Slots]:
     """Repeats draft → verify → commit; see `rounds`."""
     tail, slots = self._programs.rounds(
       params,
-      cache.prefix,
+      kv_cache.anchor_only(cache.prefix),
+      cache.target(target),
       cache.tail,
       slots,
       wanted,
@@ -429,10 +437,19 @@ def _programs(
     return accept(slots, logits, wanted, end_tokens)
 
   def all_rounds(
-    params, prefix, tail, slots, wanted, draft_tokens, max_rounds, end_tokens
+    params,
+    draft_prefix,
+    prefix,
+    tail,
+    slots,
+    wanted,
+    draft_tokens,
+    max_rounds,
+    end_tokens,
   ):
     return rounds(
       nnx.merge(graphs.model, params),
+      draft_prefix,
       prefix,
       tail,
       slots,
@@ -453,12 +470,16 @@ def _programs(
     layers=program(layers, name='layers', donate=(3,)),
     close_draft=program(close_draft, name='draft', donate=(2,)),
     close_verify=program(close_verify, name='verify', donate=(2,)),
-    rounds=program(all_rounds, name='rounds', donate=(2, 3)),
+    rounds=program(all_rounds, name='rounds', donate=(3, 4)),
   )
 
 
 def reference_decode(
-  decoder: Decoder, params: nnx.State, cache: Cache, slots: Slots
+  decoder: Decoder,
+  params: nnx.State,
+  cache: Cache,
+  slots: Slots,
+  target: Target = Target.PLANES,
 ) -> tuple[list[list[int]], Cache, Slots]:
   """Decodes every slot to its end with the verify program and no drafts.
 
@@ -469,13 +490,14 @@ def reference_decode(
     params: the model's parameters.
     cache: complete for the target.
     slots: started, without drafts.
+    target: the cache to decode over.
 
   Returns:
     The tokens of each slot, token 1 first; the cache; and the slots.
   """
   wanted = np.ones(slots.length.shape, bool)
   while fetch(slots.remaining).any():
-    cache, slots = decoder.verify(params, cache, slots, wanted)
+    cache, slots = decoder.verify(params, cache, slots, wanted, target=target)
   out, count = fetch((slots.out, slots.n_out))
   tokens = [row[:n].tolist() for row, n in zip(out, count, strict=True)]
   return tokens, cache, slots

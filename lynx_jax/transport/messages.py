@@ -94,6 +94,7 @@ class Submit:
     mode: when the transfer may start, a value of `requests.Mode`.
     deadline_in_s: orders requests; None is never.
     landed: (token chunk, sequence) of what an earlier generation brought.
+    target: whether an exact plane shall follow, a value of `config.Target`.
     sampling: temperature, top-k, top-p, min-p and seed that token 1 is chosen
       with; greedy if left out.
   """
@@ -105,6 +106,7 @@ class Submit:
   mode: str
   deadline_in_s: float | None
   landed: tuple[tuple[int, int], ...]
+  target: str = 'planes'
   sampling: tuple[float, int, float, float, int] = (0.0, 0, 1.0, 0.0, 0)
 
 
@@ -126,6 +128,8 @@ class Published:
       even if it has forgotten the request.
     epoch: counts resets; what was published before one is void.
     chunks: (token chunk, sequence, uuid, bytes, digest) of each.
+    strings: (layer group, pages) of the exact string that each is a part of,
+      no pages for any other chunk; or nothing at all.
   """
 
   request: int
@@ -133,6 +137,7 @@ class Published:
   prompt_tokens: int
   epoch: int
   chunks: tuple[tuple[int, int, int, int, bytes], ...]
+  strings: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,6 +182,20 @@ class Done:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoded:
+  """Closes the manifest of a request's exact plane.
+
+  Attributes:
+    request, generation: which.
+    strings: (layer group, token chunk, pages) of each.
+  """
+
+  request: int
+  generation: int
+  strings: tuple[tuple[int, int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Failed:
   """Nothing more of the request will come; `kind` names the exception."""
 
@@ -216,6 +235,7 @@ Message = (
   | Again
   | Reset
   | Done
+  | Encoded
   | Failed
   | WarmUp
   | Beat

@@ -212,6 +212,12 @@ class Receiver:
       )
       self._moved_s = time.monotonic()
 
+  def expect_more(self, request: int, chunks: Iterable[streams.Chunk]) -> None:
+    """Declares further chunks of a request, unless it was cancelled."""
+    with self._changed:
+      if (found := self._requests.get(request)) is not None:
+        found.missing.update((chunk.key, chunk) for chunk in chunks)
+
   @contextlib.contextmanager
   def unpaced(self):
     """Leaves the emulated link out inside the block; nothing is under way."""

@@ -16,14 +16,15 @@ class Scheduler:
   """One queue over all requests, and what is outstanding of it.
 
   The order is total and does not depend on the order of `offer` calls:
-  - Anchors before Residuals, of whatever request;
+  - Anchors before Residuals before exact planes, of whatever request;
   - Anchors by (deadline, arrival, request, token chunk, layer group,
     sequence); the dense tail is the last token chunk of its request;
   - Residuals by (deadline, arrival, request, layer group, token chunk,
-    sequence), so that layer groups complete one after the other.
+    sequence), so that layer groups complete one after the other; exact planes
+    likewise.
 
   Anchors are issued at once. A dispatched copy cannot be called back, so what
-  an Anchor may have to wait behind is limited instead: Residuals are issued
+  an Anchor may have to wait behind is limited instead: all others are issued
   while their outstanding bytes stay within `residual_window_bytes`; one of
   them may always be outstanding, so nothing starves. It is work-conserving: as
   long as a chunk is ready and nothing is outstanding, `next` returns one.
@@ -131,7 +132,9 @@ class Scheduler:
   def _fits(self, chunk: streams.Chunk) -> bool:
     if chunk.stream is streams.Stream.ANCHOR:
       return True
-    outstanding = self.outstanding_bytes(chunk.stream)
+    outstanding = self.outstanding_bytes() - self.outstanding_bytes(
+      streams.Stream.ANCHOR
+    )
     return (
       not outstanding or outstanding + chunk.bytes <= self.residual_window_bytes
     )

@@ -10,6 +10,7 @@ The cache of a request travels as segments, layer by layer:
 | sinks | [0, s), only if E > 0 | all s tokens, dense |
 | prefix | [0, E) | one group of Q tokens: one packed plane, or dense |
 | tail | [E, P) | a block of 16 rows from E, dense; the last one padded |
+| exact | [0, E) | a page of a string |
 
 Layers with a sliding window send neither sinks nor groups that no generated
 token will see.
@@ -17,6 +18,11 @@ token will see.
 A *unit* is the smallest thing moved: all KV heads, K and V. Plane 0 of a group
 carries the scales and offsets as well. Plane 0 and everything dense is the
 Anchor, planes 1 and up are the Residual.
+
+The exact plane comes last. Of every layer group and token chunk with prefix it
+is one *string* (`exact.join`), whose length depends on the data: it is known
+after split, so these chunks extend the manifest, and each says of how many
+pages its string is.
 """
 
 import dataclasses
@@ -32,6 +38,9 @@ from lynx_jax import config
 TAIL_BLOCK = 16  # rows: small enough that padding costs < 1 % at 2k tokens
 DENSE_BYTES = 2  # bfloat16
 METADATA_BYTES = 2  # bfloat16
+# Of an exact string; half a page is lost at its end: 0.04 bits a value where
+# 256 tokens of 3 layers with 3 heads of 64 channels make a string.
+PAGE_BYTES = 2048
 
 
 class TransferError(RuntimeError):
@@ -61,19 +70,25 @@ class Stream(enum.IntEnum):
 
   ANCHOR = 0
   RESIDUAL = 1
+  EXACT = 2
+
+
+_NESTED = Stream.ANCHOR, Stream.RESIDUAL
 
 
 class Segment(enum.Enum):
   SINKS = 'sinks'
   PREFIX = 'prefix'
   TAIL = 'tail'
+  EXACT = 'exact'
 
 
 class Unit(NamedTuple):
   """The smallest thing moved.
 
   `layer` counts inside the layer group. `index` is 0 for sinks, the absolute
-  group number for the prefix, and the row block from E for the tail.
+  group number for the prefix, the row block from E for the tail, and the page
+  of the string, which holds all layers (`layer` is 0), for the exact plane.
   """
 
   segment: Segment
@@ -84,6 +99,8 @@ class Unit(NamedTuple):
 
   @property
   def stream(self) -> Stream:
+    if self.segment is Segment.EXACT:
+      return Stream.EXACT
     return Stream.RESIDUAL if self.plane else Stream.ANCHOR
 
 
@@ -155,7 +172,9 @@ class Chunk:
       where Residual units travel along; the two byte counts stay true.
     layer_group: that of its first unit.
     slices: its contents, in manifest order of their first units.
-    anchor_bytes, residual_bytes: payload by the stream of its units.
+    anchor_bytes, residual_bytes, exact_bytes: payload by the stream of its
+      units.
+    pages: of the whole string, where it carries some of them.
   """
 
   key: ChunkKey
@@ -164,6 +183,8 @@ class Chunk:
   slices: tuple[Slice, ...]
   anchor_bytes: int
   residual_bytes: int
+  exact_bytes: int = 0
+  pages: int = 0
 
   @property
   def request(self) -> int:
@@ -175,7 +196,7 @@ class Chunk:
 
   @property
   def bytes(self) -> int:
-    return self.anchor_bytes + self.residual_bytes
+    return self.anchor_bytes + self.residual_bytes + self.exact_bytes
 
   def units(self) -> Iterator[Unit]:
     for part in self.slices:
@@ -245,6 +266,8 @@ class WireFormat:
     heads, dim = self.model.kv_heads, self.model.head_dim
     group = self.codec.group
     token = 2 * heads * dim * DENSE_BYTES
+    if segment is Segment.EXACT:
+      return PAGE_BYTES
     if segment is Segment.SINKS:
       return self.codec.sinks * token
     if segment is Segment.TAIL:
@@ -273,6 +296,8 @@ class WireFormat:
       layer: inside the group.
       prompt_tokens: P.
     """
+    if self.model.local is None:
+      return 0
     start, _ = config.layer_ranges(self.model, self.engine)[layer_group]
     window = self.model.window(start + layer)
     return max(0, prompt_tokens - window + 1) if window else 0
@@ -414,7 +439,7 @@ class WireFormat:
     if self.engine.order is config.Order.INTERLEAVED:
       queues = {Stream.ANCHOR: units}
     else:
-      queues = {s: [u for u in units if u.stream is s] for s in Stream}
+      queues = {s: [u for u in units if u.stream is s] for s in _NESTED}
     unit_bytes = functools.cache(self.unit_bytes)
     sequence = itertools.count()
     for stream, queue in queues.items():
@@ -430,6 +455,67 @@ class WireFormat:
           anchor_bytes=sizes[Stream.ANCHOR],
           residual_bytes=sizes[Stream.RESIDUAL],
         )
+
+  def strings(self, prompt_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Returns (layer group, token chunk) of every exact string, in order."""
+    if not self.codec.exact:
+      return ()
+    end = self.codec.prefix_end(prompt_tokens)
+    return tuple(
+      itertools.product(
+        range(len(self.layer_counts)),
+        range(math.ceil(end / self.engine.token_chunk)),
+      )
+    )
+
+  def string_blocks(self, layer_group: int) -> tuple[int, int, int]:
+    """Returns layers, KV heads and groups of a string, for K or V."""
+    groups = self.engine.token_chunk // self.codec.group
+    return self.layer_counts[layer_group], self.model.kv_heads, groups
+
+  def most_pages(self, layer_group: int) -> int:
+    """Returns the pages of a string whose blocks are all sent as they are."""
+    blocks = 2 * math.prod(self.string_blocks(layer_group))
+    units = blocks * (1 + self.codec.group * self.model.head_dim)
+    return math.ceil(units * DENSE_BYTES / PAGE_BYTES)
+
+  def exact_manifest(
+    self,
+    request: int,
+    layer_group: int,
+    token_chunk: int,
+    pages: int,
+    generation: int = 0,
+  ) -> tuple[Chunk, ...]:
+    """Returns the chunks of one exact string, in order of its pages.
+
+    Args:
+      request: id of the request.
+      layer_group, token_chunk: of the string.
+      pages: how many it has.
+      generation: as in `manifest`.
+    """
+    most = self.most_pages(layer_group)
+    if not 1 <= pages <= most:
+      raise ValueError(f'{pages=} must be in 1..{most}')
+    units = [Unit(Segment.EXACT, 0, layer_group, 0, i) for i in range(pages)]
+    # Numbers that nothing else of the token chunk has: no string has 2^20
+    # pages, which are 2 GB.
+    first = (1 + layer_group) << 20
+    runs = _fill(units, self.unit_bytes, self.engine.chunk_bytes)
+    return tuple(
+      Chunk(
+        key=ChunkKey(request, generation, token_chunk, first + i),
+        stream=Stream.EXACT,
+        layer_group=layer_group,
+        slices=_slices(content),
+        anchor_bytes=0,
+        residual_bytes=0,
+        exact_bytes=len(content) * PAGE_BYTES,
+        pages=pages,
+      )
+      for i, content in enumerate(runs)
+    )
 
   def slice_counts(self) -> dict[tuple[Segment, int, int], tuple[int, ...]]:
     """Returns every unit count that a slice can have, for warm-up.
@@ -450,6 +536,8 @@ class WireFormat:
         for plane in range(self.planes(layer_group)):
           groups = engine.token_chunk // codec.group
           most[Segment.PREFIX, plane] = layers * groups
+      if has_prefix and codec.exact:
+        most[Segment.EXACT, 0] = self.most_pages(layer_group)
       for (segment, plane), units in most.items():
         size = self.unit_bytes(segment, plane, layer_group)
         limit = min(units, max(1, engine.chunk_bytes // size))
@@ -465,7 +553,10 @@ class WireFormat:
         yield Slice(*kind, layers=(0,) * count, indices=(0,) * count)
 
   def stream_bytes(self, prompt_tokens: int) -> StreamBytes:
-    """Returns all bytes of a request, by stream, in closed form."""
+    """Returns the bytes of a request, by stream, in closed form.
+
+    Those of the exact plane are not among them: the data decides.
+    """
     end = self.codec.prefix_end(prompt_tokens)
     groups = end // self.codec.group
     blocks = math.ceil((prompt_tokens - end) / TAIL_BLOCK)
@@ -544,6 +635,13 @@ class Progress:
 
   It counts units against what the wire format says the request has, so it
   needs no manifest and serves one that is still being extended.
+
+  Args:
+    wire: format of the transfer.
+    request: id of the request.
+    prompt_tokens: P.
+    generation: of the request's transfer.
+    target: PLANES expects no exact plane.
   """
 
   def __init__(
@@ -552,6 +650,7 @@ class Progress:
     request: int,
     prompt_tokens: int,
     generation: int = 0,
+    target: config.Target = config.Target.PLANES,
   ):
     self._request, self._generation = request, generation
     self._group = wire.codec.group
@@ -573,6 +672,13 @@ class Progress:
       planes = wire.planes(layer_group)
       self._residual_left.append([count * (planes - 1) for count in sent])
     self._leading = [0] * len(wire.layer_counts)
+    self._end, self._token_chunk = end, wire.engine.token_chunk
+    is_exact = target is config.Target.EXACT
+    # Pages of every string, and those of them that have landed.
+    self._pages: dict[tuple[int, int], int | None] = dict.fromkeys(
+      wire.strings(prompt_tokens) if is_exact else ()
+    )
+    self._pages_landed = dict.fromkeys(self._pages, 0)
     self._advance()
 
   def land(self, chunk: Chunk) -> None:
@@ -590,16 +696,24 @@ class Progress:
       )
     if key in self._landed:
       raise DuplicateChunk(f'{key} has landed before')
-    anchor = 0
+    anchor = exact = 0
     residual: dict[tuple[int, int], int] = {}
     for unit in chunk.units():
       if unit.stream is Stream.ANCHOR:
         anchor += 1
+      elif unit.stream is Stream.EXACT:
+        exact += 1
       else:
         place = unit.layer_group, unit.index
         residual[place] = residual.get(place, 0) + 1
+    string = chunk.layer_group, chunk.token_chunk
+    if exact:
+      self._check_string(key, string, exact, chunk.pages)
     self._check_missing(key, anchor, residual)
     self._landed.add(key)
+    if exact:
+      self._pages[string] = chunk.pages
+      self._pages_landed[string] += exact
     self._anchor_left -= anchor
     for (layer_group, index), count in residual.items():
       self._residual_left[layer_group][index] -= count
@@ -615,16 +729,58 @@ class Progress:
 
   @property
   def layer_groups(self) -> int:
-    """Leading layer groups whose Residual is complete.
+    """Leading layer groups of which all that the target needs has landed.
 
     Like `residual_tokens` it says nothing about the Anchor.
     """
+    missing = {group for group, _ in self._missing_strings()}
     count = 0
     for lead, left in zip(self._leading, self._residual_left, strict=True):
-      if lead < len(left):
+      if lead < len(left) or count in missing:
         break
       count += 1
     return count
+
+  def mergeable(self, layer_group: int, token_chunk: int) -> bool:
+    """Whether an exact string has landed, and what it is merged with too."""
+    end = min((token_chunk + 1) * self._token_chunk, self._end)
+    return (
+      self.anchor_complete
+      and self.residual_tokens[layer_group] >= end
+      and (layer_group, token_chunk) not in self._missing_strings()
+    )
+
+  @property
+  def exact_bytes_left(self) -> float:
+    """Bytes of exact strings that have not landed.
+
+    Strings of unknown length are taken to be as long as the others on average;
+    if all are unknown it is infinite.
+    """
+    known = [pages for pages in self._pages.values() if pages is not None]
+    if not self._pages:
+      return 0.0
+    if not known:
+      return math.inf
+    pages = sum(known) * len(self._pages) / len(known)
+    return PAGE_BYTES * (pages - sum(self._pages_landed.values()))
+
+  def _missing_strings(self) -> set[tuple[int, int]]:
+    return {
+      string
+      for string, pages in self._pages.items()
+      if self._pages_landed[string] != pages
+    }
+
+  def _check_string(self, key, string, count: int, pages: int) -> None:
+    if string not in self._pages:
+      raise UnexpectedChunk(f'{key} carries pages of no string')
+    if self._pages[string] not in (None, pages):
+      raise UnexpectedChunk(
+        f'{key} is of {pages} pages; the string has {self._pages[string]}'
+      )
+    if self._pages_landed[string] + count > pages:
+      raise UnexpectedChunk(f'{key} carries pages that are not missing')
 
   @property
   def residual_tokens(self) -> tuple[int, ...]:

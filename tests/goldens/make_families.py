@@ -4,7 +4,8 @@
   pip install torch transformers
   PYTHONPATH=. python tests/goldens/make_families.py
 
-in an environment of its own; 10 seconds. `families/NAME.json` holds the config
+in an environment of its own; 10 seconds. The goldens were written with torch
+2.13.0 and transformers 5.24.0. `families/NAME.json` holds the config
 as transformers writes it and the names and shapes of the tensors that it
 stores. Their values are not kept: they follow from the names
 (`tests.families.values`), and are the same on both sides. Logits are those of
