@@ -198,10 +198,10 @@ def test_an_exact_target_arrives_from_another_process(
 ):
   """Lengths of strings reach the manifest, even if an announcement is lost."""
   dense = engines.bench('dense')
-  expected = {n: dense.reference(engines.prompt(n)) for n in (200, 97)}
+  expected = {n: dense.reference(engines.prompt(n), _how(n)) for n in (200, 97)}
   options = {}
   if fault is not None:
-    options['faults'] = Faults(1, {fault: 0.5}, most=3)
+    options['faults'] = Faults(FaultPlan(seed=1, chances={fault: 0.5}, most=3))
   wire = transfers.FORMATS[2]
   with _engine(
     child, fingerprint, decode_model, server, wire, **options
