@@ -4,7 +4,7 @@
 #   make demo      the main job on a real model, with a table at the end
 #   make latency   the latency study: five prompts, both modes (25 minutes)
 #   make equivalence-study  24 prompts on which output must be equal
-#   make transport-study  transfers over real, limited links (root; 3 minutes)
+#   make transport-study  transfers over real links, and faults (root; 20 minutes)
 #   make test      lint, types and the whole test suite
 #   make lint      ruff and mypy alone
 #   make format    let ruff rewrite the files

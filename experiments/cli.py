@@ -85,6 +85,16 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
   settings = config.settings(values)
   if role is None and not settings.link.emulated:
     raise ConfigError('link.emulated=False needs a --role; see --help')
+  if role is None and settings.link.jitter_ms:
+    raise ConfigError(
+      f'link.jitter_ms={settings.link.jitter_ms} needs a --role; see --help'
+    )
+  if role is None and not settings.faults.nothing:
+    raise ConfigError('faults need a --role=decode or local; see --help')
+  if settings.faults.peer and role and role.role is options.Role.DECODE:
+    raise ConfigError(
+      'faults.peer needs --role=local, which owns the prefill process'
+    )
   if role is not None:
     role.security()  # a file that cannot be read shows before anything runs
   if role is not None and role.role is options.Role.PREFILL:
@@ -148,7 +158,7 @@ def _named_study(
   from experiments import latency, roles
 
   def run(settings, writer, screen):
-    with roles.remote(role, argv, screen) as remote:
+    with roles.remote(settings, role, argv, screen) as remote:
       latency.run(settings, writer, screen, remote)
 
   return run

@@ -27,6 +27,14 @@ from lynx_jax.config import (
   require,
 )
 from lynx_jax.engine import Mode, Sampling
+from lynx_jax.patience import Patience, Policy
+from lynx_jax.transport.fault_plan import (
+  Fault,
+  FaultPlan,
+  Peer,
+  PeerFault,
+  Step,
+)
 
 
 def base() -> ml_collections.ConfigDict:
@@ -101,9 +109,43 @@ def base() -> ml_collections.ConfigDict:
         'rate_gbps': config_dict.placeholder(float),
         'rtt_ms': 1.0,
         'share': 0.60,
+        # A chunk is seen later by up to so much, in random order; needs --role.
+        'jitter_ms': 0.0,
         # False: the real link between two processes (--role), whose rate and
         # round-trip time are those above.
         'emulated': True,
+      },
+      # How long decode waits for a prefill process (--role), and what becomes
+      # of a request whose Residual never comes: wait, recompute, fail, or
+      # anchor_ok, which goes on and marks the output as unverified.
+      'patience': {
+        'handshake_s': Patience.handshake_s,
+        'reconnect_s': Patience.reconnect_s,
+        'stall_s': Patience.stall_s,
+        'retries': Patience.retries,
+        'residual': Patience.residual.value,
+      },
+      'transfer': {
+        # A peer that is silent for so long is gone, and its KV is freed.
+        'lease_s': Transfer.lease_s,
+        # Most bytes that prefill publishes ahead. None: 16 chunks or 4 MiB.
+        'window_bytes': config_dict.placeholder(int),
+        # What a prefill process may hold for its peers. None: no limit.
+        'prefill_bytes': config_dict.placeholder(int),
+      },
+      # What goes wrong on purpose (--role=decode or local): the probability of
+      # each fault for every chunk or announcement, and how many there are at
+      # most. `peer` is kill or stop, then @STEP:COUNT, STEP being one of
+      # submit, published, pull and done: 'kill@pull:3'. After back_s the
+      # process is there again; it is never, with inf.
+      'faults': {
+        'seed': 0,
+        'most': 0,
+        **{fault.value: 0.0 for fault in Fault},
+        'late_s': FaultPlan.late_s,
+        'stall_s': FaultPlan.stall_s,
+        'peer': '',
+        'back_s': 1.0,
       },
       # How tokens are chosen; at temperature 0 the most likely ones are. Runs
       # with one seed draw the same noise, so that outputs can be compared.
@@ -191,6 +233,7 @@ class Link:
   rate_gbps: float | None
   rtt_ms: float
   share: float
+  jitter_ms: float = 0.0
   emulated: bool = True
 
   def __post_init__(self):
@@ -205,6 +248,14 @@ class Link:
       f'link.rtt_ms={self.rtt_ms} must be 0 or more',
     )
     require(
+      self.jitter_ms >= 0 and math.isfinite(self.jitter_ms),
+      f'link.jitter_ms={self.jitter_ms} must be 0 or more',
+    )
+    require(
+      self.emulated or not self.jitter_ms,
+      f'link.jitter_ms={self.jitter_ms} needs link.emulated=True',
+    )
+    require(
       self.emulated or self.rate_gbps is not None,
       'link.emulated=False needs link.rate_gbps, the rate of the real link',
     )
@@ -212,6 +263,29 @@ class Link:
       0 < self.share < 1,
       f'link.share={self.share} must be between 0 and 1, for example 0.60',
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer:
+  """Limits between a prefill process and its peers.
+
+  Attributes:
+    lease_s: longest silence of a peer.
+    window_bytes: most bytes published and not landed; None is chosen.
+    prefill_bytes: most bytes that all peers' prompts may take; None is any.
+  """
+
+  lease_s: float = 10.0
+  window_bytes: int | None = None
+  prefill_bytes: int | None = None
+
+  def __post_init__(self):
+    for name in ('lease_s', 'window_bytes', 'prefill_bytes'):
+      value = getattr(self, name)
+      require(
+        value is None or 0 < value < math.inf,
+        f'transfer.{name}={value} must be positive',
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,6 +361,9 @@ class Settings:
   engine: EngineConfig
   sampling: Sampling
   link: Link
+  patience: Patience
+  transfer: Transfer
+  faults: FaultPlan
   sweep_gbps: tuple[float, ...]
   sweep_rtt_ms: tuple[float, ...]
   acceptance_drafts: int
@@ -363,6 +440,14 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     engine=engine,
     sampling=Sampling(**values.sampling.to_dict()),
     link=Link(**values.link.to_dict()),
+    patience=Patience(
+      **values.patience.to_dict()
+      | {
+        'residual': _enum('patience.residual', Policy, values.patience.residual)
+      }
+    ),
+    transfer=Transfer(**values.transfer.to_dict()),
+    faults=_faults(values.faults),
     sweep_gbps=_numbers('sweep.link_gbps', values.sweep.link_gbps),
     sweep_rtt_ms=_numbers('sweep.rtt_ms', values.sweep.rtt_ms, least=0.0),
     acceptance_drafts=values.acceptance.draft_tokens,
@@ -558,6 +643,32 @@ def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
     recent_tokens=values.recent_tokens,
     exact=values.exact,
     layers=layer_codecs(values.layers, tensors),
+  )
+
+
+def _faults(values: ml_collections.ConfigDict) -> FaultPlan:
+  peer = None
+  if values.peer:
+    parts = re.fullmatch(r'(\w+)@(\w+):(\d+)', values.peer)
+    require(
+      parts is not None,
+      f'faults.peer={values.peer!r} must be WHAT@STEP:COUNT, for example '
+      'kill@pull:3',
+    )
+    assert parts is not None
+    peer = PeerFault(
+      what=_enum('faults.peer', Peer, parts[1]),
+      step=_enum('faults.peer', Step, parts[2]),
+      count=int(parts[3]),
+      back_s=values.back_s,
+    )
+  return FaultPlan(
+    seed=values.seed,
+    chances={fault: values[fault.value] for fault in Fault},
+    most=values.most,
+    late_s=values.late_s,
+    stall_s=values.stall_s,
+    peer=peer,
   )
 
 

@@ -59,7 +59,11 @@ def run(
     for file, tokens in settings.prompts
   }
   connect = functools.partial(
-    serving.connect, model, remote=remote, emulated=settings.link.emulated
+    serving.connect,
+    model,
+    remote=remote,
+    emulated=settings.link.emulated,
+    jitter_ms=settings.link.jitter_ms,
   )
   plan = _plan(settings, model, texts, screen, connect)
   study = _Study(settings, model, texts, plan, writer, screen, connect)
@@ -332,13 +336,12 @@ class _Study:
 
   def constants(self) -> summaries.Constants:
     """Returns what was measured besides the requests."""
-    # Prefill reads once a token chunk and decode once a verification: what is
-    # left of all fetches belongs to the draft rounds. A receiver reads digests
-    # as well, so it is not known where prefill runs elsewhere.
+    # Prefill, if it is in this process, reads once a token chunk, and decode
+    # once a verification: what is left of all fetches belongs to the drafts.
     drafts = self._calls[Phase.DRAFT]
-    left = (
-      self._fetches - self._calls[Phase.PREFILL] - self._calls[Phase.VERIFY]
-    )
+    left = self._fetches - self._calls[Phase.VERIFY]
+    if self.prefill_is_here:
+      left -= self._calls[Phase.PREFILL]
     lynx, bf16 = self._engine('lynx'), self._engine('bf16')
     int8 = self._engine('int8')
     ratio, worst = None, None
@@ -358,9 +361,7 @@ class _Study:
       steps=_STEPS,
       bits_anchor_worst_length=worst,
       recompiles_after_warmup=self._compiles,
-      fetches_per_draft_round=(
-        left / drafts if drafts and self.prefill_is_here else None
-      ),
+      fetches_per_draft_round=left / drafts if drafts else None,
       draft_rounds=drafts,
       verify_s=costs.verify_s if costs else None,
     )

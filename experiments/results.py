@@ -147,6 +147,16 @@ def codec_record(codec: str, **detail: Any) -> dict[str, Any]:
   return _moment('codec', None, {'codec': codec, **detail})
 
 
+def schedule_record(seed: int, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a fault schedule.
+
+  Args:
+    seed: of the schedule.
+    **detail: how it ended.
+  """
+  return _moment('fault_schedule', None, {'seed': seed, **detail})
+
+
 def equivalence_record(prompt: str, **detail: Any) -> dict[str, Any]:
   """Builds the `event` record of a prompt of the equivalence study.
 

@@ -7,6 +7,7 @@ It knows no study: a decode process runs the same ones as a single process.
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import queue
 import signal
@@ -22,9 +23,12 @@ from experiments import config, display, serving
 from experiments.options import Options, Role
 from lynx_jax import handshake
 from lynx_jax.config import ConfigError, EngineConfig
+from lynx_jax.patience import Patience
 from lynx_jax.prefill_server import PrefillServer
 from lynx_jax.remote_prefill import RemotePrefill
 from lynx_jax.transport import control, pull
+from lynx_jax.transport.fault_plan import Peer, PeerFault
+from lynx_jax.transport.faults import Faults
 from lynx_jax.transport.receiver import Pace
 from lynx_jax.transport.streams import WireFormat
 
@@ -41,10 +45,16 @@ class Remote:
   Attributes:
     dial: opens a control channel.
     server: this process's transfer server; None where it cannot start.
+    patience: of every session.
+    window_bytes: of every session; None is chosen.
+    faults: of all sessions together; None is none on purpose.
   """
 
   dial: Callable[[], control.Channel]
   server: object | None
+  patience: Patience
+  window_bytes: int | None = None
+  faults: Faults | None = None
 
   def prefill(
     self,
@@ -61,6 +71,9 @@ class Remote:
       dial=self.dial,
       server=self.server,
       pace=pace,
+      patience=self.patience,
+      window_bytes=self.window_bytes,
+      faults=self.faults,
     )
 
 
@@ -92,12 +105,18 @@ def serve(
   engine = dataclasses.replace(settings.engine, prompt_tokens=longest)
   int8 = config.scheme('int8', settings.schemes[0].codec)  # sets the rates
   codecs = dict.fromkeys(s.codec for s in (int8, *settings.schemes))
+  window = {}
+  if settings.transfer.window_bytes is not None:
+    window['window_bytes'] = settings.transfer.window_bytes
   server = PrefillServer(
     model.prefill,
     [WireFormat(model.config, codec, engine) for codec in codecs],
     listen=options.listen,
     security=options.security(),
     pull_host=host,
+    lease_s=settings.transfer.lease_s,
+    memory_bytes=settings.transfer.prefill_bytes,
+    **window,
   )
   ends: queue.SimpleQueue[float] = queue.SimpleQueue()
   signal.signal(signal.SIGTERM, lambda *_: ends.put(_DRAIN_S))
@@ -118,11 +137,15 @@ def _watch_stdin(ends: queue.SimpleQueue[float]) -> None:
 
 @contextlib.contextmanager
 def remote(
-  options: Options, argv: Sequence[str], screen: display.Screen
+  settings: config.Settings,
+  options: Options,
+  argv: Sequence[str],
+  screen: display.Screen,
 ) -> Iterator[Remote]:
   """Yields where prefill runs; with `local` it is started, and ended after.
 
   Args:
+    settings: of the run.
     options: of this process, `decode` or `local`.
     argv: the command line of this process.
     screen: for what is worth telling.
@@ -132,14 +155,26 @@ def remote(
   """
   security = options.security()
   with contextlib.ExitStack() as stack:
-    address = options.connect
+    address, suffer = options.connect, None
     if address is None:
       with screen.step('starting the prefill process'):
-        address = stack.enter_context(_started(argv))
+        process = stack.enter_context(contextlib.closing(_Process(argv)))
+      address, suffer = process.address, process.suffer
+    faults = None
+    if not settings.faults.nothing:
+      faults = Faults(settings.faults, suffer)
     yield Remote(
-      lambda: control.ClientChannel(address, security),
+      lambda: control.ClientChannel(
+        options.connect or process.address, security
+      ),
       _transfer_server(address),
+      patience=settings.patience,
+      window_bytes=settings.transfer.window_bytes,
+      faults=faults,
     )
+    if faults is not None:
+      made = ', '.join(f'{n} {fault.value}' for fault, n in faults.made.items())
+      screen.note(f'faults on purpose: {made or "none happened"}')
 
 
 def _transfer_server(peer: str) -> object | None:
@@ -171,35 +206,46 @@ def _numeric(address: str) -> tuple[str, int]:
   return str(found[0][4][0]), int(found[0][4][1])
 
 
-@contextlib.contextmanager
-def _started(argv: Sequence[str]) -> Iterator[str]:
-  """Runs the same command line as a prefill process; yields its address.
+class _Process:
+  """The same command line as a prefill process.
 
   It ends with this process, however that ends: its standard input is a pipe
   that the system closes.
+
+  Attributes:
+    address: HOST:PORT where it serves, or has served.
+
+  Raises:
+    ConfigError: it ended before it served.
   """
-  # The last of two values holds.
-  own = [f'--role={Role.PREFILL}', f'--listen={_LOOPBACK}:0']
-  command = [sys.executable, '-m', 'experiments.main', *argv[1:], *own]
-  process = subprocess.Popen(
-    [*command, '--ends_with_stdin'],
-    cwd=pathlib.Path(__file__).parents[1],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-    start_new_session=True,  # Ctrl-C is for this process alone
-  )
-  assert process.stdin is not None
-  assert process.stdout is not None
-  try:
-    for line in process.stdout:
-      if line.startswith(_SERVING):
-        yield line.removeprefix(_SERVING).strip()
-        return
-    raise ConfigError(
-      f'the prefill process ended with code {process.wait()} before it served'
-    )
-  finally:
+
+  def __init__(self, argv: Sequence[str]):
+    # The last of two values holds.
+    own = [f'--role={Role.PREFILL}', f'--listen={_LOOPBACK}:0']
+    command = [sys.executable, '-m', 'experiments.main', *argv[1:], *own]
+    self._command = [*command, '--ends_with_stdin']
+    self._closed = False
+    self._start()
+
+  def suffer(self, fault: PeerFault) -> None:
+    """Kills or stops the process, and lets it be back in time."""
+    back: Callable[[], None] = self._start
+    if fault.what is Peer.KILL:
+      self._process.kill()
+    else:
+      self._process.send_signal(signal.SIGSTOP)
+      back = functools.partial(self._process.send_signal, signal.SIGCONT)
+    if fault.back_s < math.inf:
+      timer = threading.Timer(fault.back_s, back)
+      timer.daemon = True
+      timer.start()
+
+  def close(self) -> None:
+    """Ends it."""
+    self._closed = True
+    process = self._process
+    assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.close()
     try:
       process.wait(timeout=_END_S)
@@ -207,3 +253,28 @@ def _started(argv: Sequence[str]) -> Iterator[str]:
       process.kill()
       process.wait()
     process.stdout.close()
+
+  def _start(self) -> None:
+    if self._closed:
+      return
+    self._process = subprocess.Popen(
+      self._command,
+      cwd=pathlib.Path(__file__).parents[1],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+      start_new_session=True,  # Ctrl-C is for this process alone
+    )
+    assert self._process.stdout is not None
+    try:
+      for line in self._process.stdout:
+        if line.startswith(_SERVING):
+          self.address = line.removeprefix(_SERVING).strip()
+          return
+      raise ConfigError(
+        f'the prefill process ended with code {self._process.wait()} before '
+        'it served'
+      )
+    except BaseException:
+      self.close()
+      raise

@@ -163,6 +163,7 @@ def connect(
   *,
   rate_gbps: float | None = None,
   rtt_ms: float = 0.0,
+  jitter_ms: float = 0.0,
   remote: Remote | None = None,
   emulated: bool = True,
 ) -> Iterator[Line]:
@@ -174,6 +175,7 @@ def connect(
     engine: its static sizes and policies.
     rate_gbps: of the emulated link; None copies as fast as it goes.
     rtt_ms: of the emulated link.
+    jitter_ms: of the emulated link to another process.
     remote: where prefill runs; None is this process.
     emulated: False takes the real link to another process as it is.
   """
@@ -181,7 +183,7 @@ def connect(
   if remote is not None:
     pace = None
     if rate_gbps is not None and emulated:
-      pace = Pace(rate_gbps, rtt_ms)
+      pace = Pace(rate_gbps, rtt_ms, jitter_ms)
     with Engine(
       remote.prefill(model, scheme, engine, pace),
       model.decode,

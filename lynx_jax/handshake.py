@@ -7,6 +7,7 @@ It knows no channel: values in, values out.
 import dataclasses
 import enum
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,19 +23,19 @@ from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.transport import digest
 from lynx_jax.transport.messages import Scalar
-from lynx_jax.transport.streams import WireFormat
+from lynx_jax.transport.streams import DENSE_BYTES, WireFormat
 
 # Of EngineConfig: what decides which bits are made, and what decode decides.
 _FIXED = ('token_chunk', 'layer_groups')
-_CHOSEN = ('prompt_tokens', 'chunk_bytes', 'order')
+_CHOSEN = ('prompt_tokens', 'slots', 'chunk_bytes', 'order')
 
 
 def fingerprint(model: Transformer) -> str:
   """Returns a hash of all parameters, summed where they lie."""
   _, params = cached.split(model)
   leaves = jax.tree.leaves(params)
-  sums = digest.texts([[digest.digest((leaf,)) for leaf in leaves]])
-  return hashlib.sha256(sums[0]).hexdigest()[:32]
+  sums = digest.texts([[digest.digest((leaf,))] for leaf in leaves])
+  return hashlib.sha256(b''.join(sums)).hexdigest()[:32]
 
 
 def facts(wire: WireFormat, model_fingerprint: str) -> dict[str, Scalar]:
@@ -83,6 +84,20 @@ def choose(wire: WireFormat, chosen: Mapping[str, Scalar]) -> WireFormat:
   return WireFormat(wire.model, wire.codec, engine)
 
 
+def sender_bytes(wire: WireFormat, window_bytes: int) -> int:
+  """Returns what a sender holds for a peer at most, its weights aside.
+
+  As many prompts as the receiver has slots, each of the longest length, as
+  prefill computes them and as split cuts them; and what is published.
+  """
+  model, engine = wire.model, wire.engine
+  chunks = math.ceil(engine.prompt_tokens / engine.token_chunk)
+  values = 2 * model.layers * model.kv_heads * model.head_dim
+  dense = chunks * engine.token_chunk * values * DENSE_BYTES
+  split = wire.stream_bytes(engine.prompt_tokens).total
+  return engine.slots * (dense + split) + window_bytes
+
+
 def difference(
   sender: Mapping[str, Scalar], receiver: Mapping[str, Scalar]
 ) -> list[tuple[str, Scalar, Scalar]]:
@@ -96,9 +111,13 @@ def difference(
 
 
 def manifest_hash(wire: WireFormat, prompt_tokens: int) -> str:
-  """Returns a hash of everything that a request's manifest says."""
-  found = hashlib.sha256()
-  for token_chunk in range(wire.token_chunks(prompt_tokens)):
+  """Returns a hash of everything that a request's manifest says.
+
+  Token chunks that are shifted copies of others are counted, not read.
+  """
+  count = wire.token_chunks(prompt_tokens)
+  found = hashlib.sha256(f'{prompt_tokens} {count}'.encode())
+  for token_chunk in wire.distinct(prompt_tokens):
     for chunk in wire.manifest(0, prompt_tokens, token_chunk):
       found.update(repr(chunk).encode())
   return found.hexdigest()[:32]

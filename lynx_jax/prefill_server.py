@@ -60,6 +60,8 @@ class PrefillServer:
       all payloads go through the control channel's stream of bytes.
     lease_s: longest silence of a peer.
     window_bytes: most bytes published for one peer and not landed.
+    memory_bytes: what all peers' prompts and windows may take together; who
+      does not fit is turned away. None is no limit.
 
   Raises:
     ConfigError: an address cannot be bound.
@@ -75,6 +77,7 @@ class PrefillServer:
     pull_host: str | None = '127.0.0.1',
     lease_s: float = 10.0,
     window_bytes: int = 64 * 2**20,
+    memory_bytes: int | None = None,
   ):
     self.model, self.lease_s, self.window_bytes = model, lease_s, window_bytes
     self._fingerprint = handshake.fingerprint(model)
@@ -83,8 +86,9 @@ class PrefillServer:
       wire_lib.check_mesh(wire.codec, own)
     self.shards = len(own.devices)
     self._formats = formats
-    self._pull_host = pull_host
-    self._lock = threading.Lock()  # guards the two below
+    self._pull_host, self._memory_bytes = pull_host, memory_bytes
+    self._lock = threading.Lock()  # guards the three below
+    self._reserved_bytes = 0
     # One transfer server a peer at a time: a published array can only be taken
     # back together with all others of its server.
     self._idle_servers: list[Any] = []
@@ -170,6 +174,31 @@ class PrefillServer:
       )
 
   @contextlib.contextmanager
+  def _reserved(
+    self, wire: WireFormat, window_bytes: int
+  ) -> Iterator[messages.Refused | None]:
+    """Keeps memory for a peer inside the block; yields why there is none."""
+    needed = handshake.sender_bytes(wire, window_bytes)
+    with self._lock:
+      free = math.inf
+      if self._memory_bytes is not None:
+        free = self._memory_bytes - self._reserved_bytes
+      if needed <= free:
+        self._reserved_bytes += needed
+    if needed > free:
+      yield messages.Refused(
+        field=messages.MEMORY,
+        sender=f'{free} bytes',
+        receiver=f'{needed} bytes',
+      )
+      return
+    try:
+      yield None
+    finally:
+      with self._lock:
+        self._reserved_bytes -= needed
+
+  @contextlib.contextmanager
   def source(self, pulls: bool) -> Iterator[pull.PullSource | ByteSource]:
     """Yields where to publish for one peer."""
     server = None
@@ -210,8 +239,15 @@ class PrefillServer:
       if isinstance(wire, messages.Refused):
         channel.send(wire)
         return
-      with self.source(hello.pulls) as source:
-        session = _Session(self, channel, wire, source, hello)
+      window_bytes = max(1, min(hello.window_bytes, self.window_bytes))
+      with contextlib.ExitStack() as stack:
+        refused = stack.enter_context(self._reserved(wire, window_bytes))
+        if refused is not None:
+          channel.send(refused)
+          return
+        source = stack.enter_context(self.source(hello.pulls))
+        parts = math.lcm(self.shards, hello.shards)
+        session = _Session(self, channel, wire, source, window_bytes, parts)
         with self._lock:
           self._sessions[name] = session
         try:
@@ -243,12 +279,12 @@ class _Session:
     channel: control.ServerChannel,
     wire: WireFormat,
     source: pull.PullSource | ByteSource,
-    hello: messages.Hello,
+    window_bytes: int,
+    parts: int,
   ):
     self.channel, self.source = channel, source
     self._server, self._wire = server, wire
-    self._window_bytes = max(1, min(hello.window_bytes, server.window_bytes))
-    self._parts = math.lcm(server.shards, hello.shards)
+    self._window_bytes, self._parts = window_bytes, parts
     self._lock = threading.Lock()  # guards the three below
     # The sender has an id of its own for every try of a request.
     self._ids: dict[tuple[int, int], int] = {}
@@ -414,7 +450,7 @@ class _Session:
 
   def _warm_up(self, sender: Sender[Publisher]) -> None:
     for _, parts in sender.warm_up():
-      jax.block_until_ready([digest.digest(arrays) for arrays in parts])
+      jax.block_until_ready(digest.pack((parts,)))
     self.channel.send(messages.WarmUp())
 
   def _announce(self, announcements: Sequence[Announcement]) -> None:
@@ -438,7 +474,7 @@ class _Session:
               a.chunk.key.sequence,
               a.uuid,
               a.chunk.bytes,
-              a.digests,
+              a.digest,
             )
             for a in group
           ),

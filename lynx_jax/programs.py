@@ -9,6 +9,7 @@ counted and found.
 
 import contextlib
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -53,11 +54,19 @@ def program(
   )
 
 
+class Read(enum.Enum):
+  """What a value is for that leaves a device."""
+
+  RESULT = 'result'  # of a program, which somebody waits for
+  TRANSFER = 'transfer'  # a digest or a payload, by a thread of its own
+
+
 @dataclasses.dataclass
 class Counts:
-  """Counts inside a `counting` block."""
+  """Counts inside a `counting` block; `fetches` are those of results."""
 
   fetches: int = 0
+  transfer_fetches: int = 0
   compiles: int = 0
 
 
@@ -75,13 +84,16 @@ def counting():
     _open_counts.remove(counts)
 
 
-def fetch(tree: _Tree) -> Any:
+def fetch(tree: _Tree, read: Read = Read.RESULT) -> Any:
   """Waits for device values and returns them as numpy arrays.
 
   The only place of the library where a device value reaches the host.
   """
   for counts in tuple(_open_counts):
-    counts.fetches += 1
+    if read is Read.RESULT:
+      counts.fetches += 1
+    else:
+      counts.transfer_fetches += 1
   return jax.tree.map(np.asarray, jax.device_get(tree))
 
 

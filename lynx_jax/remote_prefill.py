@@ -7,7 +7,6 @@ It knows no slot and no decode. Whatever goes wrong ends within the times of
 
 import collections
 import dataclasses
-import enum
 import functools
 import math
 import threading
@@ -22,9 +21,10 @@ from absl import logging
 from lynx_jax import handshake, prefill
 from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
-from lynx_jax.config import ConfigError, Target, require
+from lynx_jax.config import ConfigError, Target
+from lynx_jax.patience import Patience, Policy
 from lynx_jax.prefill_server import PROBE
-from lynx_jax.programs import fetch
+from lynx_jax.programs import Read, fetch
 from lynx_jax.requests import Mode
 from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.sender import PrefillDone, PrefillFailed, Record
@@ -32,7 +32,12 @@ from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport import control, digest, messages, pull
 from lynx_jax.transport.byte_stream import ByteLink
 from lynx_jax.transport.faults import Faults
-from lynx_jax.transport.receiver import CorruptChunk, Pace, Receiver
+from lynx_jax.transport.receiver import (
+  Announced,
+  CorruptChunk,
+  Pace,
+  Receiver,
+)
 from lynx_jax.transport.streams import (
   Chunk,
   Slice,
@@ -44,6 +49,7 @@ from lynx_jax.transport.streams import (
 _TICK_S = 0.02  # longest time in which nobody looks after stalls and leases
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 1.0
 _PROBE_S = 5.0  # limit of the pull that tries out a transfer server
+_CREDITS = 8  # messages in which a window is given back
 _CLOCK_BEATS = 4  # at the start of a session
 _NOBODY = -(2**31)  # request id of chunks that are fetched to be thrown away
 
@@ -54,41 +60,6 @@ class TransferStalled(TransferError):
 
 class PrefillError(TransferError):
   """The prefill side could not compute a prompt; it names the reason."""
-
-
-class Policy(enum.Enum):
-  """What becomes of a request whose Residual does not come."""
-
-  WAIT = 'wait'  # for ever
-  RECOMPUTE = 'recompute'  # prefill it again, and fetch what is missing
-  FAIL = 'fail'  # end it with TransferStalled
-  ANCHOR_OK = 'anchor_ok'  # go on without; the result is marked unverified
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Patience:
-  """How long to wait for what, and what then.
-
-  Attributes:
-    handshake_s: for the answer to a connection.
-    reconnect_s: for a lost sender to come back; then its requests fail.
-    stall_s: least time without any progress that counts as a stall; it is
-      raised to four times what the outstanding bytes take.
-    retries: tries to mend the same thing before the next stronger means.
-    residual: when nothing else helps and the Anchor is there. A missing Anchor
-      is always recomputed.
-  """
-
-  handshake_s: float = 5.0
-  reconnect_s: float = 10.0
-  stall_s: float = 1.0
-  retries: int = 3
-  residual: Policy = Policy.RECOMPUTE
-
-  def __post_init__(self):
-    for name in ('handshake_s', 'reconnect_s', 'stall_s', 'retries'):
-      value = getattr(self, name)
-      require(value > 0, f'patience {name}={value} must be positive')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +138,7 @@ class RemotePrefill:
     if window_bytes is None:
       window_bytes = max(4 * 2**20, 16 * wire.engine.chunk_bytes)
     self._window_bytes, self._faults = window_bytes, faults
+    self._layouts = wire_lib.Layouts(wire, self._places)
     self._lock = threading.RLock()  # guards everything below
     self._requests: dict[int, _Request] = {}
     self._records: collections.deque[Record] = collections.deque()
@@ -185,7 +157,7 @@ class RemotePrefill:
     self._awake = threading.Event()  # something to do for a lost session
     self._draining = self._closed = False
     self._transport = Receiver(
-      self._specs,
+      lambda chunk: self._layouts(chunk),
       wire.engine.chunk_bytes,
       pace=pace,
       landed=self._on_landed,
@@ -215,8 +187,10 @@ class RemotePrefill:
     self._warm.clear()
     self._send(messages.WarmUp())
     for part in self._wire.slice_kinds():
-      parts = self._zeros(wire_lib.specs(self._wire, part, self._places))
-      jax.block_until_ready([digest.digest(arrays) for arrays in parts])
+      layouts = self._layouts.of(part)
+      packed = self._zeros(tuple(layout.packed for layout in layouts))
+      (parts,), sums = digest.unpack((packed,), (layouts,))
+      jax.block_until_ready(sums)
       yield part, parts
     while not self._warm.wait(_TICK_S):
       if self._lost is not None:
@@ -293,11 +267,6 @@ class RemotePrefill:
     target: Target = Target.PLANES,
   ) -> None:
     """Sends a prompt; its `timeline` gets the events of prefill and split."""
-    chunks = {
-      (c.key.token_chunk, c.key.sequence): c
-      for token_chunk in range(self._wire.token_chunks(len(prompt)))
-      for c in self._wire.manifest(request, len(prompt), token_chunk)
-    }
     strings = self._wire.strings(len(prompt))
     entry = _Request(
       request,
@@ -306,19 +275,24 @@ class RemotePrefill:
       sampling,
       deadline_s,
       timeline,
-      chunks,
+      {},
       target,
       set(strings if target is Target.EXACT else ()),
     )
-    self._transport.expect(
-      request,
-      chunks.values(),
-      arrival_s=timeline.arrival_s,
-      deadline_s=deadline_s,
-    )
     with self._lock:
+      self._ask_for(entry)  # the sender cuts its manifest while we cut ours
+      entry.chunks = {
+        (c.key.token_chunk, c.key.sequence): c
+        for token_chunk in range(self._wire.token_chunks(len(prompt)))
+        for c in self._wire.manifest(request, len(prompt), token_chunk)
+      }
+      self._transport.expect(
+        request,
+        entry.chunks.values(),
+        arrival_s=timeline.arrival_s,
+        deadline_s=deadline_s,
+      )
       self._requests[request] = entry
-      self._ask_for(entry)
     self._awake.set()
 
   def drop(self, request: int) -> None:
@@ -359,11 +333,6 @@ class RemotePrefill:
     self._hang_up()
     self._thread.join()
     self._transport.close()
-
-  def _specs(self, chunk: Chunk) -> tuple[Any, ...]:
-    return tuple(
-      wire_lib.specs(self._wire, part, self._places) for part in chunk.slices
-    )
 
   def _zeros(self, specs: Any) -> Any:
     return jax.tree.map(
@@ -464,6 +433,7 @@ class RemotePrefill:
       raise
     with self._lock:
       self._offset_s, self._transport.rtt_s = offset_s, rtt_s
+      self._transport.credit_bytes = answer.window_bytes // _CREDITS
       self._lease_s = answer.lease_s
       self._heard_s = self._beaten_s = time.monotonic()
       self._channel, self._broken, self._lost = channel, None, None
@@ -491,6 +461,7 @@ class RemotePrefill:
     self._shards = shards
     parts = math.lcm(shards, len(self._mesh.devices))
     self._places = wire_lib.places(self._mesh, parts)
+    self._layouts = wire_lib.Layouts(self._wire, self._places)
 
   def _link(
     self, channel: control.Channel, welcome: messages.Welcome
@@ -526,7 +497,7 @@ class RemotePrefill:
         link.close()
         raise TransferError(f'no answer in {_PROBE_S} s')
       time.sleep(0.001)
-    (values,) = fetch(pulled.take())
+    (values,) = fetch(pulled.take(), Read.TRANSFER)
     if values.tolist() != [*range(PROBE[0])]:
       raise TransferError(f'it sent {values.tolist()}')
 
@@ -589,7 +560,8 @@ class RemotePrefill:
       if message.epoch != self._epoch:
         return  # void: it was published before the last reset
       entry = self._current(message.request, message.generation)
-      for (token_chunk, sequence, uuid, size_bytes, digests), string in zip(
+      announced = []
+      for (token_chunk, sequence, uuid, size_bytes, text), string in zip(
         message.chunks,
         message.strings or [(0, 0)] * len(message.chunks),
         strict=True,
@@ -605,7 +577,8 @@ class RemotePrefill:
           raise UnexpectedChunk(
             f'token chunk {token_chunk} has no chunk {sequence}'
           )
-        self._transport.published(chunk, uuid, size_bytes, digests)
+        announced.append(Announced(chunk, uuid, size_bytes, text))
+      self._transport.published(announced)
 
   def _extend(
     self, entry: _Request, layer_group: int, token_chunk: int, pages: int
@@ -639,7 +612,7 @@ class RemotePrefill:
 
   def _lacks(self, entry: _Request) -> bool:
     """Whether a part of the request has not landed."""
-    return len(entry.strings) + len(self._transport.missing(entry.id)) > 0
+    return len(entry.strings) > 0 or not self._transport.complete(entry.id)
 
   def _unwanted(
     self,
@@ -719,7 +692,9 @@ class RemotePrefill:
       self._mend(TransferStalled(f'no bytes for {limit_s:.3g} s'))
     elif self._transport.starved_s() > limit_s:
       starved = [
-        e for e in entries if not e.failed and self._transport.missing(e.id)
+        e
+        for e in entries
+        if not e.failed and not self._transport.complete(e.id)
       ]
       if starved and self._mended < self._patience.retries:
         self._mend(TransferStalled(f'nothing published for {limit_s:.3g} s'))

@@ -57,10 +57,12 @@ from lynx_jax.kv_cache import Cache, Exact, Prefix
 from lynx_jax.prefill import Prompt
 from lynx_jax.programs import program
 from lynx_jax.shapes import Array, BFloat16, Int32, UInt16
+from lynx_jax.transport import digest
 from lynx_jax.transport.streams import (
   DENSE_BYTES,
   PAGE_BYTES,
   TAIL_BLOCK,
+  Chunk,
   Segment,
   Slice,
   WireFormat,
@@ -308,6 +310,29 @@ def specs(
   return tuple(
     tuple(map(functools.partial(one, place), buffers, rows)) for place in where
   )
+
+
+class Layouts:
+  """What the payloads of chunks look like on one placement.
+
+  Slices of one kind and size look alike, so each is worked out once.
+  """
+
+  def __init__(self, wire: WireFormat, where: Sequence[SingleDeviceSharding]):
+    self._wire, self._where = wire, where
+    self._known: dict[tuple[Any, ...], tuple[digest.Layout, ...]] = {}
+
+  def __call__(self, chunk: Chunk) -> list[tuple[digest.Layout, ...]]:
+    return [self.of(part) for part in chunk.slices]
+
+  def of(self, part: Slice) -> tuple[digest.Layout, ...]:
+    """Returns the layouts of a slice's parts; see `specs`."""
+    key = part.segment, part.plane, part.layer_group, len(part.layers)
+    if key not in self._known:
+      self._known[key] = tuple(
+        map(digest.Layout, specs(self._wire, part, self._where))
+      )
+    return self._known[key]
 
 
 @functools.cache

@@ -13,6 +13,8 @@ from lynx_jax.config import (
   TensorCodec,
 )
 from lynx_jax.engine import Mode
+from lynx_jax.patience import Patience, Policy
+from lynx_jax.transport.fault_plan import Fault, Peer, PeerFault, Step
 
 
 def _settings(**fields) -> config.Settings:
@@ -156,6 +158,17 @@ def test_several_modes_and_doubled_names():
     ({'codec__exact': True, 'codec__k': '()', 'codec__v': '()'}, 'codec.k=()'),
     ({'link__emulated': False}, 'link.emulated=False needs link.rate_gbps'),
     ({'link__share': 1.0}, 'link.share=1.0'),
+    ({'link__jitter_ms': -1.0}, 'link.jitter_ms=-1.0'),
+    ({'patience__stall_s': 0.0}, 'patience.stall_s=0.0 must be positive'),
+    ({'patience__residual': 'anchor'}, "did you mean 'anchor_ok'"),
+    ({'transfer__lease_s': -2.0}, 'transfer.lease_s=-2.0 must be positive'),
+    ({'transfer__window_bytes': 0}, 'transfer.window_bytes=0'),
+    ({'faults__corrupt': 1.5}, r'faults.corrupt=1.5 must be in 0..1'),
+    ({'faults__most': -1}, 'faults.most=-1 must be 0 or more'),
+    ({'faults__peer': 'kill'}, "faults.peer='kill' must be WHAT@STEP:COUNT"),
+    ({'faults__peer': 'hang@pull:1'}, "faults.peer='hang' must be one of"),
+    ({'faults__peer': 'kill@pul:1'}, "did you mean 'pull'"),
+    ({'faults__peer': 'kill@pull:0'}, 'faults count=0 must be 1 or more'),
     ({'sampling__temperature': -1.0}, 'sampling.temperature=-1.0 must be 0'),
     ({'sampling__top_p': 0.0}, 'sampling.top_p=0.0 must be above 0'),
     ({'sampling__top_k': -1}, 'sampling.top_k=-1 must be 0'),
@@ -167,6 +180,24 @@ def test_a_wrong_value_is_named_with_its_remedy(fields, message):
   with pytest.raises(ConfigError, match=message) as error:
     _settings(**fields)
   assert '\n' not in str(error.value)
+
+
+def test_faults_and_patience_reach_the_library():
+  settings = _settings(
+    faults__most=3,
+    faults__late=0.5,
+    faults__peer='stop@done:2',
+    faults__back_s=0.25,
+    patience__residual='anchor_ok',
+  )
+  assert settings.patience == Patience(residual=Policy.ANCHOR_OK)
+  plan = settings.faults
+  assert plan.chances[Fault.LATE] == 0.5
+  assert plan.peer == PeerFault(
+    what=Peer.STOP, step=Step.DONE, count=2, back_s=0.25
+  )
+  assert not plan.nothing
+  assert _settings().faults.nothing
 
 
 @pytest.mark.parametrize(

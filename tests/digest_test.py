@@ -82,3 +82,45 @@ def test_it_is_what_the_docstring_says():
   place = np.arange(50, dtype=np.uint64)
   linear = int(((2 * place + 1) * words).sum()) % 2**32
   assert np.frombuffer(_sums(_bfloat16(BASE[:100])), '<u4')[0] == linear
+
+
+def test_packed_arrays_come_out_again():
+  arrays = (
+    jnp.arange(7, dtype=jnp.uint8).reshape(7, 1),
+    None,
+    _bfloat16(BASE[:15].reshape(3, 5)),
+    jnp.arange(4, dtype=jnp.float32),
+  )
+  specs = [
+    x
+    if x is None
+    else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    for x in arrays
+  ]
+  layout = digest.Layout(specs)
+  # Two slices of the same bytes, as in a chunk.
+  packed, sums = digest.pack(((arrays,), (arrays,)))
+  for (one,) in packed:
+    assert (one.shape, one.dtype) == (layout.packed.shape, layout.packed.dtype)
+  ((unpacked,), (same,)), again = digest.unpack(packed, ((layout,),) * 2)
+  found, found_again = digest.texts([sums, again])
+  assert found == found_again
+  words = int(np.frombuffer(found, '<u4')[2])
+  assert 4 * words == sum(one.size for (one,) in packed)
+  assert found[:8] == _sums(*arrays, *arrays)
+  # Slices that change places are seen.
+  other = (jnp.zeros(40, jnp.uint8),)
+  swapped = digest.texts(
+    [
+      digest.pack(((arrays,), (other,)))[1],
+      digest.pack(((other,), (arrays,)))[1],
+    ]
+  )
+  assert swapped[0] != swapped[1]
+  np.testing.assert_array_equal(unpacked[0], same[0])
+  for one, other in zip(arrays, unpacked, strict=True):
+    if one is None:
+      assert other is None
+    else:
+      assert one.dtype == other.dtype
+      np.testing.assert_array_equal(one, other)

@@ -17,7 +17,7 @@ LIBRARY = ROOT / 'lynx_jax'
 # it. A folder counts as one name.
 LAYERS = (
   ('shapes', 'config'),
-  ('timeline', 'sampling', 'mesh', 'programs'),
+  ('timeline', 'sampling', 'mesh', 'programs', 'patience'),
   ('requests',),
   ('codec',),
   ('exact',),

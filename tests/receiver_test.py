@@ -5,16 +5,18 @@ import dataclasses
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from lynx_jax.config import CodecConfig, EngineConfig
+from lynx_jax.config import CodecConfig, ConfigError, EngineConfig
 from lynx_jax.models import presets
 from lynx_jax.transport import digest
-from lynx_jax.transport.receiver import Pace, Receiver
+from lynx_jax.transport.receiver import Announced, Pace, Receiver
 from lynx_jax.transport.streams import (
   ChunkKey,
   Stream,
+  TransferError,
   UnexpectedChunk,
   WireFormat,
 )
@@ -31,8 +33,19 @@ WIRE = WireFormat(
     chunk_bytes=CHUNK_BYTES,
   ),
 )
-PAYLOAD = ((jnp.arange(8, dtype=jnp.uint8),),)
-(DIGESTS,) = digest.texts([[digest.digest(part) for part in PAYLOAD]])
+PAYLOAD = (((jnp.arange(8, dtype=jnp.uint8),),),)
+LAYOUTS = [
+  [
+    digest.Layout(
+      [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in p]
+    )
+    for p in parts
+  ]
+  for parts in PAYLOAD
+]
+PACKED, _SUMS = digest.pack(PAYLOAD)
+(DIGEST,) = digest.texts([_SUMS])
+digest.unpack(PACKED, LAYOUTS)  # compiled here, not while time is taken
 WAIT_S = 10.0
 
 
@@ -44,7 +57,7 @@ class _Pull:
     return self.done.is_set()
 
   def take(self):
-    return PAYLOAD
+    return PACKED
 
 
 class _Link:
@@ -77,7 +90,7 @@ class _Bench:
   def __init__(self, pace: Pace | None = None):
     self.link, self.freed, self.damaged = _Link(), [], []
     self.receiver = Receiver(
-      lambda chunk: None,
+      lambda chunk: LAYOUTS,
       CHUNK_BYTES,
       pace=pace,
       landed=self.freed.extend,
@@ -103,8 +116,10 @@ class _Bench:
 
   def publish(self, chunks, first_uuid: int = 0) -> list[int]:
     uuids = [*range(first_uuid, first_uuid + len(chunks))]
-    for chunk, uuid in zip(chunks, uuids, strict=True):
-      self.receiver.published(chunk, uuid, chunk.bytes, DIGESTS)
+    self.receiver.published(
+      Announced(chunk, uuid, chunk.bytes, DIGEST)
+      for chunk, uuid in zip(chunks, uuids, strict=True)
+    )
     return uuids
 
   def take(self, count: int) -> list:
@@ -191,13 +206,15 @@ def test_a_chunk_of_another_size_is_refused(bench):
   bench.expect(0)
   chunk = bench.chunks(0)[0]
   with pytest.raises(UnexpectedChunk, match=f'of 7 bytes.*{chunk.bytes}'):
-    bench.receiver.published(chunk, 1, 7, DIGESTS)
+    bench.receiver.published([Announced(chunk, 1, 7, DIGEST)])
 
 
 def test_another_digest_is_damage(bench):
   bench.expect(0)
   chunk = bench.chunks(0)[0]
-  bench.receiver.published(chunk, 1, chunk.bytes, bytes(len(DIGESTS)))
+  bench.receiver.published(
+    [Announced(chunk, 1, chunk.bytes, bytes(len(DIGEST)))]
+  )
   _until(lambda: bench.damaged)
   assert bench.damaged[0][:2] == (chunk, 1)
   assert bench.receiver.missing(0) == bench.chunks(0)
@@ -251,3 +268,28 @@ def test_virtual_time_is_exact_and_never_in_the_past(rtt_ms, idle_s):
         assert end_s - starts[0][0] <= moving_s + 0.05
   finally:
     bench.receiver.close()
+
+
+def test_memory_that_runs_out_is_a_typed_error(bench):
+  def pull(uuid, specs):
+    raise MemoryError('no room for the payload')
+
+  bench.link.pull = pull
+  bench.expect(0)
+  bench.publish(bench.chunks(0)[:1])
+  with pytest.raises(TransferError, match='no room for the payload'):
+    bench.receiver.wait(WAIT_S)
+
+
+def test_jitter_delays_chunks_and_is_repeatable():
+  def seen():
+    pace = Pace(1.0, rtt_ms=2.0, jitter_ms=5.0)
+    return [pace.send(1000, 0.0)[1] for _ in range(50)]
+
+  exact = Pace(1.0, rtt_ms=2.0)
+  delays = [s - exact.send(1000, 0.0)[1] for s in seen()]
+  assert seen() == seen()
+  assert 0 <= min(delays) < 0.001
+  assert 0.004 < max(delays) <= 0.005
+  with pytest.raises(ConfigError, match='jitter_ms=-1'):
+    Pace(1.0, jitter_ms=-1)

@@ -19,17 +19,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments import fault_schedules
 from lynx_jax import handshake
 from lynx_jax.config import ConfigError, TensorCodec
 from lynx_jax.engine import Engine, Mode, Request, Result, Sampling, State
-from lynx_jax.remote_prefill import (
-  Patience,
-  Policy,
-  RemotePrefill,
-  TransferStalled,
-)
+from lynx_jax.patience import Patience, Policy
+from lynx_jax.remote_prefill import RemotePrefill, TransferStalled
 from lynx_jax.transport import control, messages, pull
-from lynx_jax.transport.faults import Fault, Faults
+from lynx_jax.transport.fault_plan import Fault, FaultPlan
+from lynx_jax.transport.faults import Faults
 from lynx_jax.transport.receiver import CorruptChunk, Pace
 from lynx_jax.transport.streams import WireFormat
 from tests import engines, transfers
@@ -203,7 +201,7 @@ def test_an_exact_target_arrives_from_another_process(
   expected = {n: dense.reference(engines.prompt(n), _how(n)) for n in (200, 97)}
   options = {}
   if fault is not None:
-    options['faults'] = Faults(1, {fault: 0.5}, most=3)
+    options['faults'] = Faults(FaultPlan(seed=1, chances={fault: 0.5}, most=3))
   wire = transfers.FORMATS[2]
   with _engine(
     child, fingerprint, decode_model, server, wire, **options
@@ -253,25 +251,33 @@ def test_an_anchor_overtakes_the_residual_of_another_request(
     _check(_finish(engine, first + second), references)
 
 
-@pytest.mark.parametrize('seed', range(12))
-def test_random_faults_end_in_the_reference(
+@pytest.mark.parametrize('seed', range(20))
+def test_a_fault_schedule_ends_well(
   child, fingerprint, decode_model, references, server, seed
 ):
-  """Twelve schedules of up to six faults each, on both links by turns."""
-  rng = np.random.default_rng(seed)
-  chances = {fault: float(rng.uniform(0.02, 0.15)) for fault in Fault}
-  faults = Faults(seed, chances, most=6)
-  link = server if seed % 2 else None
-  with _engine(child, fingerprint, decode_model, link, faults=faults) as engine:
-    _check(_finish(engine, _submit(engine)), references)
-    assert sum(faults.made.values()) > 0
-    _until(lambda: child.held()[:2] == (0, 0), within_s=2.0)
+  """Twenty of the schedules that `experiments.fault_study` runs 300 of."""
+  bench = fault_schedules.Bench(
+    wire=WIRE,
+    model=decode_model,
+    fingerprint=fingerprint,
+    sharding=transfers.placement(),
+    server=server,
+    address=lambda: child.address,
+    suffer=None,  # see below for processes that die or stop
+    held=child.held,
+    prompt=lambda length: engines.prompt(length).tolist(),
+    sampling=_how,
+    references=references,
+    output_tokens=OUTPUTS,
+  )
+  outcome = bench.run(fault_schedules.draw(seed, LENGTHS, peers=False))
+  assert outcome.good, outcome
 
 
 def test_a_chunk_that_is_always_corrupt_is_a_typed_error(
   child, fingerprint, decode_model, references, server
 ):
-  faults = Faults(0, {Fault.CORRUPT: 1.0}, most=30)
+  faults = Faults(FaultPlan(chances={Fault.CORRUPT: 1.0}, most=30))
   with _engine(
     child, fingerprint, decode_model, server, faults=faults
   ) as engine:

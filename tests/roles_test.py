@@ -40,6 +40,20 @@ pytestmark = pytest.mark.xdist_group('transfer')
     (['--role=prefill', '--listen=0.0.0.0:0'], 'every interface'),
     (['--role=local', '--key=/no/such'], "'/no/such': No such file"),
     (['--role=decode', '--connect=127.0.0.1:1'], 'UNAVAILABLE'),
+    (
+      ['--role=local', '--config.transfer.prefill_bytes=1000'],
+      "differ in free memory: prefill has '1000 bytes'",
+    ),
+    (
+      [
+        '--role=decode',
+        '--connect=127.0.0.1:1',
+        '--config.faults.peer=kill@pull:1',
+      ],
+      'faults.peer needs --role=local',
+    ),
+    (['--config.faults.peer=kill@pull:1'], 'faults need a --role'),
+    (['--config.link.jitter_ms=1.0'], 'jitter_ms=1.0 needs a --role'),
   ],
 )
 def test_a_mistake_is_one_line(tmp_path, flags, message):
@@ -100,15 +114,64 @@ def test_both_sides_on_this_machine(tmp_path):
   assert process.returncode == 0, err
   assert 'chunks go as bytes' not in err
   assert 'starting the prefill process' in out
-  requests = [
-    r for r in results.read(tmp_path / results.FILE) if r['kind'] == 'request'
-  ]
+  records = [*results.read(tmp_path / results.FILE)]
+  requests = [r for r in records if r['kind'] == 'request']
   assert {r['scheme'] for r in requests} == {'int8', 'lynx'}
+  # The receiver's reads of digests are not among them.
+  (fetches,) = [
+    r['value'] for r in records if r.get('name') == 'fetches_per_draft_round'
+  ]
+  assert fetches == 1
   for record in requests:
     assert record['equal_to_reference'] in (True, None)
     # Nothing beats the bound, whose clock and bytes come from two processes.
     assert record['ttft_provisional_s'] > 0.99 * record['bound_ttft_s']
   assert any(r['equal_to_reference'] for r in requests)
+
+
+def test_faults_of_the_config_end_in_the_reference(tmp_path):
+  """Chunks break, the prefill process dies in a transfer and is back."""
+  flags = [
+    '--config.scheme=lynx',
+    '--config.faults.most=5',
+    '--config.faults.corrupt=0.2',
+    '--config.faults.unannounced=0.2',
+    '--config.faults.peer=kill@pull:20',
+    '--config.faults.back_s=0.0',
+    '--config.patience.stall_s=0.5',
+    '--config.patience.reconnect_s=60.0',
+  ]
+  done = subprocess.run(
+    [*COMMAND, *SMALL, f'--workdir={tmp_path}', '--role=local', *flags],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert 'faults on purpose: ' in done.stdout
+  assert '1 pull' in done.stdout
+  requests = [
+    r for r in results.read(tmp_path / results.FILE) if r['kind'] == 'request'
+  ]
+  assert [r['equal_to_reference'] for r in requests] == [True]
+
+
+def test_ctrl_c_ends_a_prefill_process(tmp_path):
+  process = subprocess.Popen(
+    [*COMMAND, *SMALL, '--role=prefill', '--listen=127.0.0.1:0'],
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+  )
+  assert any(line.startswith('prefill serves') for line in process.stdout)
+  process.send_signal(signal.SIGINT)
+  _, err = process.communicate(timeout=30)
+  assert process.returncode == 130
+  assert 'Traceback' not in err
 
 
 @pytest.mark.parametrize('ending', [signal.SIGINT, signal.SIGKILL])

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lynx_jax.programs import fetch
+from lynx_jax.programs import Read, fetch
 from lynx_jax.transport.control import Channel
 from lynx_jax.transport.links import Payload
 from lynx_jax.transport.pull import Pull
@@ -57,7 +57,7 @@ class ByteSource:
         continue
       # Small arrays share a frame: a slice has up to six of them.
       frame = bytearray(request)
-      for array in jax.tree.leaves(fetch(payload)):
+      for array in jax.tree.leaves(fetch(payload, Read.TRANSFER)):
         view = _view(array)
         while len(view):
           room = _UUID.size + _FRAME_BYTES - len(frame)

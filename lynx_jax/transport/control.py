@@ -46,9 +46,15 @@ class HandshakeError(TransferError):
   """
 
   def __init__(self, field: str, sender: Any, receiver: Any):
+    remedy = 'start both with one config'
+    if field == messages.MEMORY:
+      remedy = (
+        'use fewer engine.slots or shorter prompts, or give prefill more '
+        'transfer.prefill_bytes'
+      )
     super().__init__(
       f'prefill and decode differ in {field}: prefill has {sender!r}, decode '
-      f'{receiver!r}; start both with one config'
+      f'{receiver!r}; {remedy}'
     )
     self.field, self.sender, self.receiver = field, sender, receiver
 

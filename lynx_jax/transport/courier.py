@@ -144,7 +144,7 @@ class Courier:
   def arrived(self) -> list[Arrival]:
     """Returns, without blocking, what has arrived since the last call."""
     with self._changed:
-      self._raise_error()
+      streams.raise_failed(self._error)
       now_s = time.monotonic()
       seen = []
       while self._arrivals and self._arrivals[0].arrived_s <= now_s:
@@ -156,7 +156,7 @@ class Courier:
     until_s = time.monotonic() + timeout_s
     with self._changed:
       while True:
-        self._raise_error()
+        streams.raise_failed(self._error)
         now_s = time.monotonic()
         first_s = self._arrivals[0].arrived_s if self._arrivals else math.inf
         if first_s <= now_s:
@@ -191,12 +191,6 @@ class Courier:
       self._closed = True
       self._changed.notify_all()
     self._thread.join()
-
-  def _raise_error(self) -> None:
-    if self._error is not None:
-      raise streams.TransferError(
-        f'the transfer failed: {self._error}'
-      ) from self._error
 
   def _run(self) -> None:
     try:

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A digest of payloads, computed where the bytes lie.
+"""Packs payloads into words and digests them, where the bytes lie.
 
-It knows no chunk and no link. It guards against corruption and against bytes
-in the wrong place, not against an adversary.
+It knows no chunk and no link. A digest guards against corruption and against
+bytes in the wrong place, not against an adversary.
 """
 
+import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lynx_jax.programs import fetch, program
+from lynx_jax.programs import Read, fetch, program
 from lynx_jax.shapes import Array
 
 _GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: spreads consecutive positions
@@ -34,13 +37,81 @@ def digest(arrays: tuple[Array | None, ...]) -> Array:
   return _DIGEST(arrays)
 
 
-def texts(payloads: Sequence[Sequence[Array]]) -> list[bytes]:
-  """Returns the digests of every payload as bytes for the wire; one fetch."""
-  if not payloads:
+def pack(
+  payload: Sequence[Sequence[tuple[Array | None, ...]]],
+) -> tuple[Any, tuple[Array, ...]]:
+  """Returns the bytes of every part's arrays as u8[4 n], and their digests.
+
+  A link moves one large array at a fraction of what many small ones cost: 1 MiB
+  as 18 arrays took 1.4 CPU seconds a GB to send, as 3 of them 0.6.
+
+  Args:
+    payload: the arrays of every part of every slice of a chunk. Parts of one
+      index lie on one device.
+
+  Returns:
+    The packed parts, slice by slice; and for every index of a part u32[3]: the
+    sums of `digest` over its words in all slices, and how many words there are.
+  """
+  columns, digests = [], []
+  for column in zip(*payload, strict=True):
+    sums, packed = _nothing(column), []
+    for arrays in column:
+      one, sums = _PACK(arrays, sums)
+      packed.append(one)
+    columns.append(packed)
+    digests.append(sums)
+  return tuple(zip(*columns, strict=True)), tuple(digests)
+
+
+def unpack(
+  packed: Sequence[Sequence[Array]], layouts: Sequence[Sequence['Layout']]
+) -> tuple[Any, tuple[Array, ...]]:
+  """Returns the arrays that `pack` has packed, and the digests of the bytes."""
+  columns, digests = [], []
+  for column, looks in zip(
+    zip(*packed, strict=True), zip(*layouts, strict=True), strict=True
+  ):
+    sums, parts = _nothing(column), []
+    for one, layout in zip(column, looks, strict=True):
+      arrays, sums = layout.unpack(one, sums)
+      parts.append(arrays)
+    columns.append(parts)
+    digests.append(sums)
+  return tuple(zip(*columns, strict=True)), tuple(digests)
+
+
+class Layout:
+  """How the arrays of a part lie in its bytes.
+
+  Args:
+    specs: what has shape, dtype and sharding of every array, or None.
+
+  Attributes:
+    specs: those.
+    packed: what the bytes look like.
+    unpack: the program that takes the bytes and the sums so far.
+  """
+
+  def __init__(self, specs: Sequence[Any]):
+    self.specs = tuple(specs)
+    count = sum(_count(s.shape, s.dtype) for s in specs if s is not None)
+    sharding = next(s.sharding for s in specs if s is not None)
+    self.packed = jax.ShapeDtypeStruct(
+      (4 * count,), np.uint8, sharding=sharding
+    )
+    self.unpack = _unpack_program(
+      tuple(s and (s.shape, np.dtype(s.dtype)) for s in specs)
+    )
+
+
+def texts(digests: Sequence[Sequence[Array]]) -> list[bytes]:
+  """Returns the digests of every chunk as bytes for the wire; one fetch."""
+  if not digests:
     return []
   return [
-    b''.join(one.astype('<u4').tobytes() for one in digests)
-    for digests in fetch(payloads)
+    b''.join(one.astype('<u4').tobytes() for one in chunk)
+    for chunk in fetch(digests, Read.TRANSFER)
   ]
 
 
@@ -51,12 +122,68 @@ def _digest(arrays):
     if x is None:
       continue
     word = _words(x)
-    place = jnp.arange(word.size, dtype=jnp.uint32) + np.uint32(start)
-    # One reduction of a pair: two would read the bytes twice.
-    pair = (place * 2 + 1) * word, _mix(word + place * np.uint32(_GOLDEN))
-    total = _add(total, jax.lax.reduce(pair, (np.uint32(0),) * 2, _add, (0,)))
+    total = _add(total, _sums(word, start))
     start += word.size
   return jnp.stack(total)
+
+
+def _nothing(parts: Any) -> Array:
+  """Returns the digest of no bytes, where the parts lie."""
+  leaves = jax.tree.leaves(parts)
+  return _zeros(leaves[0].sharding if leaves else None)
+
+
+@functools.cache
+def _zeros(sharding: Any) -> Array:
+  # As committed as the sums that programs return: else each compiles twice.
+  return jax.device_put(np.zeros(3, np.uint32), sharding)
+
+
+def _pack(arrays, sums):
+  packed = jnp.concatenate([_bytes(x) for x in arrays if x is not None])
+  return packed, _summed(packed, sums)
+
+
+def _summed(packed, sums):
+  """Returns the sums so far with those of more bytes."""
+  words = _words(packed)
+  more = (*_sums(words, sums[2]), np.uint32(words.size))
+  return sums + jnp.stack(more)
+
+
+@functools.cache
+def _unpack_program(specs: tuple[Any, ...]):
+  """Compiles: cuts words at the arrays' ends."""
+
+  def run(packed, sums):
+    arrays: list[Array | None] = []
+    start = 0
+    for spec in specs:
+      if spec is None:
+        arrays.append(None)
+        continue
+      shape, dtype = spec
+      size = math.prod(shape) * dtype.itemsize
+      part = jax.lax.slice(packed, (start,), (start + size,))
+      if dtype.itemsize > 1:
+        part = part.reshape(-1, dtype.itemsize)
+      part = jax.lax.bitcast_convert_type(part, dtype)
+      arrays.append(part.reshape(shape))
+      start += 4 * _count(shape, dtype)
+    return tuple(arrays), _summed(packed, sums)
+
+  return program(run, name='unpack')
+
+
+def _count(shape: Sequence[int], dtype: Any) -> int:
+  return -(-math.prod(shape) * np.dtype(dtype).itemsize // 4)
+
+
+def _sums(word, start):
+  place = jnp.arange(word.size, dtype=jnp.uint32) + jnp.uint32(start)
+  # One reduction of a pair: two would read the bytes twice.
+  pair = (place * 2 + 1) * word, _mix(word + place * np.uint32(_GOLDEN))
+  return jax.lax.reduce(pair, (np.uint32(0),) * 2, _add, (0,))
 
 
 def _add(one, other):
@@ -71,6 +198,12 @@ def _words(x):
   return jax.lax.bitcast_convert_type(flat, jnp.uint32)
 
 
+def _bytes(x):
+  """Returns the bytes of an array, filled up to whole words with zeros."""
+  flat = jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(-1)
+  return jnp.pad(flat, (0, -flat.size % 4))
+
+
 def _mix(x):
   x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
   x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
@@ -78,3 +211,4 @@ def _mix(x):
 
 
 _DIGEST = program(_digest, name='digest')
+_PACK = program(_pack, name='pack')

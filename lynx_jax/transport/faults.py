@@ -1,45 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes links and channels fail on purpose, by a seeded plan.
+"""Makes links, channels and peers fail on purpose, by a seeded plan.
 
 It knows no policy: `RemotePrefill` has to cope, with these faults as with real
-ones. Peers that die, stop or restart are somebody else's: a process is needed
-for that.
+ones. It owns no process: whoever does says how a peer dies or stops.
 """
 
 import collections
-import enum
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lynx_jax.config import require
 from lynx_jax.transport import messages
 from lynx_jax.transport.control import Channel
+from lynx_jax.transport.fault_plan import Fault, FaultPlan, PeerFault, Step
 from lynx_jax.transport.links import Payload
 from lynx_jax.transport.pull import Link, Pull
 from lynx_jax.transport.streams import TransferError
 
-
-class Fault(enum.Enum):
-  """What can go wrong with one chunk or one announcement."""
-
-  CORRUPT = 'corrupt'  # one bit of the payload flips
-  LATE = 'late'  # the payload takes `late_s` longer
-  LOST = 'lost'  # the payload never comes, as from a stopped peer
-  BROKEN = 'broken'  # the pull ends in an error, as from a dead peer
-  UNANNOUNCED = 'unannounced'  # the announcement never comes
-  DUPLICATE = 'duplicate'  # the announcement comes twice
-  REORDERED = 'reordered'  # the announcement comes after the next message
-  STALE = 'stale'  # the announcement comes once more, of an older generation
-
-
-_OF_PULLS = (Fault.CORRUPT, Fault.LATE, Fault.LOST, Fault.BROKEN)
+_OF_PULLS = (
+  Fault.CORRUPT,
+  Fault.LATE,
+  Fault.LOST,
+  Fault.BROKEN,
+  Fault.STALLED,
+)
 _OF_MESSAGES = (
   Fault.UNANNOUNCED,
   Fault.DUPLICATE,
@@ -49,32 +39,25 @@ _OF_MESSAGES = (
 
 
 class Faults:
-  """A plan: how likely each fault is, and how many there are at most.
+  """A plan under way; thread-safe.
 
   Args:
-    seed: of the draws. They are made in the order of pulls and messages, which
-      the threads' timing may change.
-    chances: fault → probability, for every pull or announcement.
-    most: faults in all; then everything goes well.
-    late_s: how much later a late payload is.
+    plan: what shall go wrong.
+    peer: makes the plan's fault of the peer; called once, from any thread, and
+      must not block.
+
+  Attributes:
+    made: how often each fault has happened; the peer's is under `Step`.
   """
 
   def __init__(
-    self,
-    seed: int,
-    chances: Mapping[Fault, float],
-    *,
-    most: int,
-    late_s: float = 0.05,
+    self, plan: FaultPlan, peer: Callable[[PeerFault], None] | None = None
   ):
-    for fault, chance in chances.items():
-      require(
-        0 <= chance <= 1, f'chance of {fault.value}={chance} must be in 0..1'
-      )
-    self._random, self._chances = random.Random(seed), dict(chances)
-    self._left, self.late_s = most, late_s
+    self.plan, self._peer = plan, peer
+    self._random, self._left = random.Random(plan.seed), plan.most
     self._lock = threading.Lock()
-    self.made: collections.Counter[Fault] = collections.Counter()
+    self._reached: collections.Counter[Step] = collections.Counter()
+    self.made: collections.Counter[Fault | Step] = collections.Counter()
 
   def link(self, link: Link) -> Link:
     """Returns the link with the plan's faults."""
@@ -88,24 +71,42 @@ class Faults:
     """Returns the fault that happens now, if any."""
     with self._lock:
       for fault in kinds:
-        if self._random.random() < self._chances.get(fault, 0.0) and self._left:
+        chance = self.plan.chances.get(fault, 0.0)
+        if self._random.random() < chance and self._left:
           self._left -= 1
           self.made[fault] += 1
           return fault
     return None
 
+  def reach(self, step: Step) -> None:
+    """Counts a step, and lets the peer's fault happen if it is due."""
+    planned = self.plan.peer
+    with self._lock:
+      self._reached[step] += 1
+      if planned is None or self._peer is None:
+        return
+      if (step, self._reached[step]) != (planned.step, planned.count):
+        return
+      self.made[step] += 1
+    self._peer(planned)
+
 
 class _FaultyLink:
   def __init__(self, link: Link, faults: Faults):
     self._link, self._faults = link, faults
+    self.open_s = -float('inf')  # until then it stands still
 
   def pull(self, uuid: int, specs: Any) -> Pull:
     fault = self._faults.draw(_OF_PULLS)
     pulled = self._link.pull(uuid, specs)
-    ready_s = time.monotonic()
+    now_s = time.monotonic()
+    plan, ready_s = self._faults.plan, now_s
     if fault is Fault.LATE:
-      ready_s += self._faults.late_s
-    return pulled if fault is None else _FaultyPull(pulled, fault, ready_s)
+      ready_s += plan.late_s
+    if fault is Fault.STALLED:
+      self.open_s = now_s + plan.stall_s
+    self._faults.reach(Step.PULL)
+    return _FaultyPull(self, pulled, fault, ready_s)
 
   def discard(self, uuid: int, specs: Any) -> Pull | None:
     return self._link.discard(uuid, specs)
@@ -118,11 +119,15 @@ class _FaultyLink:
 
 
 class _FaultyPull:
-  def __init__(self, pulled: Pull, fault: Fault, ready_s: float):
-    self._pulled, self._fault, self._ready_s = pulled, fault, ready_s
+  def __init__(
+    self, link: _FaultyLink, pulled: Pull, fault: Fault | None, ready_s: float
+  ):
+    self._link, self._pulled = link, pulled
+    self._fault, self._ready_s = fault, ready_s
 
   def ready(self) -> bool:
-    if self._fault is Fault.LOST or time.monotonic() < self._ready_s:
+    not_before_s = max(self._ready_s, self._link.open_s)
+    if self._fault is Fault.LOST or time.monotonic() < not_before_s:
       return False
     return self._pulled.ready()
 
@@ -145,6 +150,8 @@ class _FaultyChannel:
 
   def send(self, message: messages.Message) -> None:
     self._channel.send(message)
+    if isinstance(message, messages.Submit):
+      self._faults.reach(Step.SUBMIT)
 
   def receive(self, timeout_s: float) -> messages.Message | None:
     if self._ahead:
@@ -152,8 +159,11 @@ class _FaultyChannel:
     message = self._channel.receive(timeout_s)
     if message is not None:
       self._ahead, self._behind = self._behind, []
+    if isinstance(message, messages.Done):
+      self._faults.reach(Step.DONE)
     if not isinstance(message, messages.Published):
       return message
+    self._faults.reach(Step.PUBLISHED)
     match self._faults.draw(_OF_MESSAGES):
       case Fault.UNANNOUNCED:
         return None
@@ -179,7 +189,7 @@ class _FaultyChannel:
 
 def _flip(array: jax.Array) -> jax.Array:
   """Returns the array with one bit flipped, where it lies."""
-  width = jnp.uint8 if array.dtype.itemsize == 1 else jnp.uint16
+  width = jnp.dtype(f'uint{8 * array.dtype.itemsize}')
   words = jax.lax.bitcast_convert_type(array, width).reshape(-1)
   words = words.at[words.size // 2].set(
     words[words.size // 2] ^ np.array(1, width)

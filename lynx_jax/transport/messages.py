@@ -11,6 +11,7 @@ which count from now.
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -19,6 +20,8 @@ from lynx_jax.transport.streams import TransferError
 
 VERSION = 2
 MAX_BYTES = 4 * 2**20  # a prompt of 128k tokens takes an eighth
+
+MEMORY = 'free memory'  # the `Refused.field` of a budget that is too small
 
 Scalar = int | float | str | bool | None
 
@@ -128,7 +131,7 @@ class Published:
     prompt_tokens: P; with it the receiver can tell what a chunk looks like
       even if it has forgotten the request.
     epoch: counts resets; what was published before one is void.
-    chunks: (token chunk, sequence, uuid, bytes, digests) of each.
+    chunks: (token chunk, sequence, uuid, bytes, digest) of each.
     strings: (layer group, pages) of the exact string that each is a part of,
       no pages for any other chunk; or nothing at all.
   """
@@ -243,10 +246,45 @@ Message = (
   | Draining
 )
 
+
+def _checker(hint: Any) -> Callable[[Any], bool]:
+  """Returns what tells whether a value out of msgpack is of a type."""
+  origin, inner = typing.get_origin(hint), typing.get_args(hint)
+  if origin in (typing.Union, types.UnionType):
+    checks = tuple(map(_checker, inner))
+    return lambda value: any(check(value) for check in checks)
+  if origin is dict:
+    key, item = map(_checker, inner)
+    return lambda value: (
+      isinstance(value, dict)
+      and all(key(k) and item(v) for k, v in value.items())
+    )
+  if origin is tuple and inner[-1] is Ellipsis:
+    each = _checker(inner[0])
+    return lambda value: isinstance(value, tuple) and all(map(each, value))
+  if origin is tuple:
+    checks = tuple(map(_checker, inner))
+    return lambda value: (
+      isinstance(value, tuple)
+      and len(value) == len(checks)
+      and all(check(v) for check, v in zip(checks, value, strict=True))
+    )
+  if hint is types.NoneType:
+    return lambda value: value is None
+  exact = (int, float) if hint is float else (hint,)  # True is no int here
+  return lambda value: type(value) in exact
+
+
 _KINDS: dict[str, type[Message]] = {
   kind.__name__: kind for kind in typing.get_args(Message)
 }
-_HINTS = {kind: typing.get_type_hints(kind) for kind in _KINDS.values()}
+_CHECKS = {
+  kind: {
+    name: (hint, _checker(hint))
+    for name, hint in typing.get_type_hints(kind).items()
+  }
+  for kind in _KINDS.values()
+}
 
 
 def encode(message: Message) -> bytes:
@@ -255,7 +293,7 @@ def encode(message: Message) -> bytes:
   Raises:
     ProtocolError: it is too large to be sent.
   """
-  fields = [getattr(message, name) for name in _HINTS[type(message)]]
+  fields = [getattr(message, name) for name in _CHECKS[type(message)]]
   data = msgpack.packb([type(message).__name__, *fields])
   if len(data) > MAX_BYTES:
     raise ProtocolError(
@@ -277,32 +315,10 @@ def decode(data: bytes) -> Message:
     kind = _KINDS[name]
   except Exception as error:  # whatever msgpack makes of junk
     raise ProtocolError(f'no message: {data[:16]!r}…') from error
-  hints = _HINTS[kind]
-  if len(values) != len(hints):
-    raise ProtocolError(f'{name} has {len(hints)} fields, not {len(values)}')
-  for (field, hint), value in zip(hints.items(), values, strict=True):
-    if not _fits(value, hint):
+  checks = _CHECKS[kind]
+  if len(values) != len(checks):
+    raise ProtocolError(f'{name} has {len(checks)} fields, not {len(values)}')
+  for (field, (hint, fits)), value in zip(checks.items(), values, strict=True):
+    if not fits(value):
       raise ProtocolError(f'{name}.{field}={str(value)[:80]} is no {hint}')
-  return kind(**dict(zip(hints, values, strict=True)))
-
-
-def _fits(value: Any, hint: Any) -> bool:
-  """Whether a value out of msgpack is of the annotated type."""
-  origin, inner = typing.get_origin(hint), typing.get_args(hint)
-  if origin in (typing.Union, types.UnionType):
-    return any(_fits(value, each) for each in inner)
-  if origin is dict:
-    return isinstance(value, dict) and all(
-      _fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items()
-    )
-  if origin is tuple:
-    if not isinstance(value, tuple):
-      return False
-    if inner[-1] is Ellipsis:
-      return all(_fits(each, inner[0]) for each in value)
-    return len(value) == len(inner) and all(map(_fits, value, inner))
-  if hint is types.NoneType:
-    return value is None
-  if isinstance(value, bool):
-    return hint is bool
-  return isinstance(value, (int, float) if hint is float else hint)
+  return kind(**dict(zip(checks, values, strict=True)))

@@ -22,18 +22,20 @@ _LONGEST_WAIT_S = 60.0
 class Announcement:
   """A chunk that can be fetched.
 
-  `epoch` counts the resets before it was published. `digests` has one u32[2] a
-  part of a slice; see `digest.texts`.
+  `epoch` counts the resets before it was published; for `digest` see
+  `digest.texts`.
   """
 
   chunk: streams.Chunk
   uuid: int
   epoch: int
-  digests: bytes
+  digest: bytes
 
 
 class Publisher:
   """A thread that cuts chunks and publishes them, in the scheduler's order.
+
+  What is published is one array of bytes a part of a slice; see `digest.pack`.
 
   At most `window_bytes` are published and not yet landed, half of them
   Residual, so that an Anchor always finds room. The window is the receiver's
@@ -181,16 +183,16 @@ class Publisher:
     while chunk is not None:
       payload = self._payload(chunk)
       if payload is not None:
-        digests = [digest.digest(a) for parts in payload for a in parts]
+        packed, sums = digest.pack(payload)
         with self._changed:
-          uuid = self._source.publish(payload)
+          uuid = self._source.publish(packed)
           self._published[uuid] = chunk
-          batch.append((chunk, uuid, self._epoch, digests))
+          batch.append((chunk, uuid, self._epoch, sums))
         size += chunk.bytes
       if size * _BATCHES >= self._window_bytes:
         break
       chunk = self._take(0.0)
-    texts = digest.texts([digests for *_, digests in batch])
+    texts = digest.texts([sums for *_, sums in batch])
     announcements = [
       Announcement(chunk, uuid, epoch, text)
       for (chunk, uuid, epoch, _), text in zip(batch, texts, strict=True)

@@ -145,10 +145,12 @@ class _Pulled:
   """Arrays of which some may be errors; these count as ready."""
 
   def __init__(self, arrays: Payload):
-    self._arrays = arrays
+    self._arrays, self._waiting = arrays, jax.tree.leaves(arrays)
 
   def ready(self) -> bool:
-    return all(array.is_ready() for array in jax.tree.leaves(self._arrays))
+    while self._waiting and self._waiting[-1].is_ready():
+      self._waiting.pop()
+    return not self._waiting
 
   def take(self) -> Payload:
     try:

@@ -8,19 +8,21 @@ import collections
 import contextlib
 import dataclasses
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lynx_jax import config
 from lynx_jax.transport import digest, pull, streams
 from lynx_jax.transport.courier import Arrival
 from lynx_jax.transport.scheduler import Scheduler
 
-# An array tells nobody that it is ready: it is looked after this often, and
-# less often where a chunk takes longer than eight times that.
-_POLL_S, _LONGEST_POLL_S = 1e-3, 10e-3
+# An array tells nobody that it is ready. It is looked after this often, from
+# an eighth of its time on the link before it should be there.
+_POLL_S, _LONGEST_POLL_S, _EARLY = 1e-3, 20e-3, 1 / 8
+_LATEST_CREDIT_S = 0.05  # for how long the sender may wait for its credit
 _LONGEST_WAIT_S = 60.0
 _SAMPLES = 16  # landings from which the rate is measured
 
@@ -29,18 +31,31 @@ class CorruptChunk(streams.TransferError):
   """The bytes that came are not those that were sent."""
 
 
+class Announced(NamedTuple):
+  """A chunk that can be fetched under `uuid`; see `messages.Published`."""
+
+  chunk: streams.Chunk
+  uuid: int
+  size_bytes: int
+  digest: bytes
+
+
 class Pace:
   """An emulated rate and round-trip time, kept in virtual time.
 
   A request for a chunk takes RTT / 2 to the sender; chunks leave it one after
-  the other, each bytes / rate long, and are seen RTT / 2 later.
+  the other, each bytes / rate long, and are seen RTT / 2 later, or later than
+  that by a random jitter of their own.
 
   Args:
     rate_gbps: 1 is 10**9 bits a second; inf is no limit.
     rtt_ms: round-trip time.
+    jitter_ms: longest jitter; it has one seed.
   """
 
-  def __init__(self, rate_gbps: float, rtt_ms: float = 0.0):
+  def __init__(
+    self, rate_gbps: float, rtt_ms: float = 0.0, jitter_ms: float = 0.0
+  ):
     config.require(
       rate_gbps > 0,
       f'link rate_gbps={rate_gbps} must be positive, for example 0.1',
@@ -48,7 +63,11 @@ class Pace:
     config.require(
       0 <= rtt_ms < math.inf, f'link rtt_ms={rtt_ms} must be 0 or more'
     )
+    config.require(
+      0 <= jitter_ms < math.inf, f'link jitter_ms={jitter_ms} must be 0 or more'
+    )
     self.rate_gbps, self.rtt_ms = rate_gbps, rtt_ms
+    self._jitter_s, self._random = jitter_ms / 1e3, random.Random(0)
     self._free_s = -math.inf
 
   @property
@@ -65,7 +84,8 @@ class Pace:
     """Returns when a chunk's first bit is sent and its last one is seen."""
     start_s = max(asked_s + self.latency_s, self._free_s)
     self._free_s = start_s + size_bytes * 8 / (self.rate_gbps * 1e9)
-    return start_s, self._free_s + self.latency_s
+    jitter_s = self._random.uniform(0.0, self._jitter_s)
+    return start_s, self._free_s + self.latency_s + jitter_s
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,7 +94,7 @@ class _Flight:
 
   chunk: streams.Chunk
   uuid: int
-  digests: bytes
+  digest: bytes | None  # None: the scheduler does not know of it
   pull: pull.Pull
   asked_s: float
   start_s: float
@@ -100,12 +120,15 @@ class Receiver:
   picks, Anchors at once, Residuals while their outstanding bytes stay within a
   window of max(2 chunks, 2 · rate · RTT), of the measured rate.
 
-  A chunk reaches the engine when its bytes are there and their digests are
-  those that the sender announced.
+  A chunk reaches the engine when its bytes are there and their digest is the
+  one that the sender announced.
 
   Args:
-    specs: returns what the payload of a chunk looks like.
+    layouts: returns what the parts of every slice of a chunk look like.
     chunk_bytes: size of a chunk, for the window.
+    credit_bytes: the sender is told of so much at once, unless nothing else is
+      under way: a message costs 0.5 ms of CPU time on either side. It may be
+      changed at any time.
     pace: an emulated link; None is the real one.
     landed: is told, from the thread, which uuids the sender can forget.
     damaged: is told, from the thread, of a chunk that came damaged or not at
@@ -114,34 +137,39 @@ class Receiver:
 
   def __init__(
     self,
-    specs: Callable[[streams.Chunk], Any],
+    layouts: Callable[[streams.Chunk], Sequence[Sequence[digest.Layout]]],
     chunk_bytes: int,
     *,
+    credit_bytes: int = 0,
     pace: Pace | None,
     landed: Callable[[Sequence[int]], None],
     damaged: Callable[[streams.Chunk, int, Exception], None],
   ):
-    self._specs, self._chunk_bytes = specs, chunk_bytes
+    self._layouts, self._chunk_bytes = layouts, chunk_bytes
     self._pace = pace
     self._landed, self._damaged = landed, damaged
     self._changed = threading.Condition()  # guards everything below
     self._link: pull.Link | None = None
     self._scheduler = Scheduler(2 * chunk_bytes)
     self._requests: dict[int, _Request] = {}
-    # uuid and digests of chunks that are published and not asked for.
+    # uuid and digest of chunks that are published and not asked for.
     self._published: dict[streams.ChunkKey, tuple[int, bytes]] = {}
     self._flights: list[_Flight] = []
-    self._freed: list[int] = []  # uuids of which the sender is not told yet
+    # uuids of which the sender is not told yet, their bytes, and since when.
+    self._freed: list[int] = []
+    self._freed_bytes, self._freed_s = 0, -math.inf
     self._arrivals: collections.deque[Arrival] = collections.deque()
     self._recent: collections.deque[tuple[float, int]] = collections.deque(
       maxlen=_SAMPLES
     )
-    self._poll_s = _POLL_S
+    self._known_gbps: float | None = None  # the last rate that was measured
+    self._came_s = -math.inf  # when a payload last came
     self._moved_s = time.monotonic()  # when something last came
     self._asked_s = -math.inf  # virtual time never goes back
     self._blocked = False  # the next chunk does not fit into the window
     self._poked = self._closed = False
     self._error: BaseException | None = None
+    self.credit_bytes = credit_bytes
     self.rtt_s = 0.0  # measured by whoever owns the control channel
     self._thread = threading.Thread(
       target=self._run, name='lynx-receiver', daemon=True
@@ -199,37 +227,42 @@ class Receiver:
     finally:
       self._pace = pace
 
+  def complete(self, request: int) -> bool:
+    """Whether every chunk has landed."""
+    with self._changed:
+      found = self._requests.get(request)
+      return found is None or not found.missing
+
   def missing(self, request: int) -> list[streams.Chunk]:
     """Returns the chunks that have not landed."""
     with self._changed:
       found = self._requests.get(request)
       return [*found.missing.values()] if found is not None else []
 
-  def published(
-    self, chunk: streams.Chunk, uuid: int, size_bytes: int, digests: bytes
-  ) -> None:
-    """Takes in that a chunk can be fetched.
+  def published(self, announced: Iterable[Announced]) -> None:
+    """Takes in that chunks can be fetched.
 
     One that nobody misses, since its request was cancelled or it has landed or
     was published before, is not delivered; the sender is made to free it.
 
     Raises:
-      UnexpectedChunk: it has not the size that the manifest gives it.
+      UnexpectedChunk: one has not the size that the manifest gives it; those
+        before it are taken in.
     """
-    if chunk.bytes != size_bytes:
-      raise streams.UnexpectedChunk(
-        f'{chunk.key} of {size_bytes} bytes; the manifest has {chunk.bytes}'
-      )
     with self._changed:
       self._moved_s = now_s = time.monotonic()
-      request = self._requests.get(chunk.request)
-      under_way = chunk.key in self._published or any(
-        f.wanted and f.chunk.key == chunk.key for f in self._flights
-      )
-      if request is None or chunk.key not in request.missing or under_way:
-        self._discard(chunk, uuid)
-      else:
-        self._published[chunk.key] = uuid, digests
+      asked = {f.chunk.key for f in self._flights if f.wanted}
+      for chunk, uuid, size_bytes, text in announced:
+        if chunk.bytes != size_bytes:
+          raise streams.UnexpectedChunk(
+            f'{chunk.key} of {size_bytes} bytes; the manifest has {chunk.bytes}'
+          )
+        request = self._requests.get(chunk.request)
+        under_way = chunk.key in self._published or chunk.key in asked
+        if request is None or chunk.key not in request.missing or under_way:
+          self._discard(chunk, uuid)
+          continue
+        self._published[chunk.key] = uuid, text
         self._scheduler.offer(
           [chunk],
           arrival_s=request.arrival_s,
@@ -261,7 +294,7 @@ class Receiver:
 
     Args:
       request: whose.
-      make: returns a payload for its specs.
+      make: returns the arrays of a slice for their specs.
     """
     now_s = time.monotonic()
     with self._changed:
@@ -276,7 +309,16 @@ class Receiver:
           flight.wanted = False
       found.missing.clear()
       self._arrivals += [
-        Arrival(chunk, make(self._specs(chunk)), now_s, now_s, substituted=True)
+        Arrival(
+          chunk,
+          tuple(
+            tuple(make(layout.specs) for layout in parts)
+            for parts in self._layouts(chunk)
+          ),
+          now_s,
+          now_s,
+          substituted=True,
+        )
         for chunk in chunks
       ]
       self._changed.notify_all()
@@ -311,12 +353,12 @@ class Receiver:
   def rate_gbps(self) -> float | None:
     """The rate measured over the last chunks; None if not known yet."""
     with self._changed:
-      return self._rate_gbps()
+      return self._known_gbps
 
   def arrived(self) -> list[Arrival]:
     """Returns, without blocking, what has arrived since the last call."""
     with self._changed:
-      self._raise_error()
+      streams.raise_failed(self._error)
       arrivals, self._arrivals = [*self._arrivals], collections.deque()
       return arrivals
 
@@ -331,7 +373,7 @@ class Receiver:
         lambda: self._arrivals or self._poked or self._closed or self._error,
         timeout_s,
       )
-      self._raise_error()
+      streams.raise_failed(self._error)
       woken = self._poked or bool(self._arrivals)
       self._poked = False
       return woken
@@ -350,12 +392,6 @@ class Receiver:
       self._changed.notify_all()
     self._thread.join()
 
-  def _raise_error(self) -> None:
-    if self._error is not None:
-      raise streams.TransferError(
-        f'the transfer failed: {self._error}'
-      ) from self._error
-
   def _void(self) -> None:
     now_s = time.monotonic()
     for request in self._requests:
@@ -364,25 +400,47 @@ class Receiver:
       self._leave(flight, now_s)
     self._flights.clear()
     self._published.clear()
-    self._freed.clear()
+    self._freed, self._freed_bytes = [], 0
     self._recent.clear()
+    self._known_gbps = None
     self._moved_s = now_s
 
   def _discard(self, chunk: streams.Chunk, uuid: int) -> None:
     """Frees what the sender has published and nobody wants."""
     if self._link is None:
       return
-    fetched = self._link.discard(uuid, self._specs(chunk))
+    now_s = time.monotonic()
+    fetched = self._link.discard(uuid, self._packed(chunk))
     if fetched is None:
-      self._freed.append(uuid)
+      self._free(uuid, chunk, now_s)
     else:
-      now_s = time.monotonic()
       self._flights.append(
-        _Flight(chunk, uuid, b'', fetched, now_s, now_s, -math.inf, False)
+        _Flight(chunk, uuid, None, fetched, now_s, now_s, -math.inf, False)
       )
 
+  def _packed(self, chunk: streams.Chunk) -> tuple[Any, ...]:
+    """Returns what a chunk looks like on the link."""
+    return tuple(
+      tuple(layout.packed for layout in parts) for parts in self._layouts(chunk)
+    )
+
+  def _free(self, uuid: int, chunk: streams.Chunk, now_s: float) -> None:
+    if not self._freed:
+      self._freed_s = now_s
+    self._freed.append(uuid)
+    self._freed_bytes += chunk.bytes
+
+  def _credit(self, now_s: float) -> list[int]:
+    """Returns the uuids of which the sender shall be told now."""
+    idle = not self._flights and not self._published
+    due = self._freed_bytes >= self.credit_bytes or idle
+    if not due and now_s < self._freed_s + _LATEST_CREDIT_S:
+      return []
+    freed, self._freed, self._freed_bytes = self._freed, [], 0
+    return freed
+
   def _leave(self, flight: _Flight, now_s: float) -> None:
-    if flight.digests:  # others did not come out of the scheduler
+    if flight.digest is not None:
       self._scheduler.landed(flight.chunk, now_s)
 
   def _run(self) -> None:
@@ -396,9 +454,9 @@ class Receiver:
         broken = self._check(came)
         with self._changed:
           now_s = time.monotonic()
-          self._deliver(now_s)
-          freed, self._freed = self._freed, []
-          pause_s = 0.0 if freed or broken else self._pause_s(now_s)
+          news = self._deliver(now_s) or broken  # others may go for these
+          freed = self._credit(now_s)
+          pause_s = 0.0 if freed or news else self._pause_s(now_s)
           if pause_s > 0 and not self._closed:
             self._changed.wait(pause_s)
         if freed:
@@ -424,13 +482,13 @@ class Receiver:
         self._blocked = True
         return
       self._asked_s = start_s
-      uuid, digests = self._published.pop(chunk.key)
-      fetched = self._link.pull(uuid, self._specs(chunk))
+      uuid, text = self._published.pop(chunk.key)
+      fetched = self._link.pull(uuid, self._packed(chunk))
       first_s, seen_s = start_s, -math.inf
       if self._pace is not None:
         first_s, seen_s = self._pace.send(chunk.bytes, start_s)
       self._flights.append(
-        _Flight(chunk, uuid, digests, fetched, now_s, first_s, seen_s, True)
+        _Flight(chunk, uuid, text, fetched, now_s, first_s, seen_s, True)
       )
 
   def _ask_s(self) -> float:
@@ -446,21 +504,23 @@ class Receiver:
     """Keeps good payloads; returns the flights that brought none, and why."""
     payloads: dict[_Flight, Any] = {}
     broken: list[tuple[_Flight, streams.TransferError]] = []
+    sums: dict[_Flight, Any] = {}
     for flight in came:
       try:
-        payloads[flight] = flight.pull.take()
+        packed = flight.pull.take()
       except streams.TransferError as error:
         broken.append((flight, error))
-    sums = digest.texts(
-      [
-        [digest.digest(arrays) for parts in payload for arrays in parts]
-        for payload in payloads.values()
-      ]
-    )
+        continue
+      payloads[flight] = ()
+      if flight.wanted:
+        payloads[flight], sums[flight] = digest.unpack(
+          packed, self._layouts(flight.chunk)
+        )
+    texts = dict(zip(sums, digest.texts([*sums.values()]), strict=True))
     now_s = time.monotonic()
     good = []
-    for (flight, payload), found in zip(payloads.items(), sums, strict=True):
-      if flight.wanted and found != flight.digests:
+    for flight, payload in payloads.items():
+      if texts.get(flight, flight.digest) != flight.digest:
         corrupt = CorruptChunk(f'{flight.chunk.key} has another digest')
         broken.append((flight, corrupt))
       else:
@@ -474,16 +534,18 @@ class Receiver:
         self._flights.remove(flight)
         self._leave(flight, now_s)
       if good:
-        self._moved_s = now_s
+        self._moved_s = self._came_s = now_s
     return [b for b in broken if b[0].wanted]
 
-  def _deliver(self, now_s: float) -> None:
+  def _deliver(self, now_s: float) -> bool:
+    """Hands over what can be seen now; returns whether anything landed."""
+    before = len(self._flights)
     for flight in [*self._flights]:
       if flight.payload is None or flight.seen_s > now_s:
         continue
       self._flights.remove(flight)
       self._leave(flight, now_s)
-      self._freed.append(flight.uuid)
+      self._free(flight.uuid, flight.chunk, now_s)
       arrived_s = max(flight.seen_s, flight.ready_s)
       if self._blocked:  # until now
         self._asked_s = max(self._asked_s, arrived_s)
@@ -496,12 +558,22 @@ class Receiver:
         Arrival(flight.chunk, flight.payload, flight.start_s, arrived_s)
       )
       self._changed.notify_all()
+    return len(self._flights) < before
 
   def _pause_s(self, now_s: float) -> float:
     """Returns for how long there is nothing to do, if nobody notifies."""
-    if any(f.payload is None for f in self._flights):
-      return self._poll_s
+    under_way = [f.chunk.bytes for f in self._flights if f.payload is None]
+    if under_way:
+      rate_gbps = self._known_gbps if self._pace is None else None
+      if rate_gbps is None:  # what comes over an emulated link is here at once
+        return _POLL_S
+      chunk_s = under_way[0] * 8e-9 / rate_gbps
+      left_s = self._came_s + chunk_s - now_s
+      least_s = max(_POLL_S, chunk_s * _EARLY)
+      return min(max(left_s * (1 - _EARLY), least_s), _LONGEST_POLL_S)
     due_s = [f.seen_s for f in self._flights]
+    if self._freed:
+      due_s.append(self._freed_s + _LATEST_CREDIT_S)
     if self._link is not None and not self._blocked:
       due_s.append(self._ask_s())
     return min(min(due_s, default=math.inf) - now_s, _LONGEST_WAIT_S)
@@ -509,12 +581,10 @@ class Receiver:
   def _measure(self, size_bytes: int, now_s: float) -> None:
     """Adapts the window to the rate at which chunks have come lately."""
     self._recent.append((now_s, size_bytes))
-    rate_gbps = self._rate_gbps()
+    self._known_gbps = rate_gbps = self._rate_gbps() or self._known_gbps
     if not self._flights:
       self._recent.clear()  # what comes next has waited for something else
     if rate_gbps is not None:
-      chunk_s = self._chunk_bytes * 8e-9 / rate_gbps
-      self._poll_s = min(max(_POLL_S, chunk_s / 8), _LONGEST_POLL_S)
       rtt_s = self.rtt_s + 2 * self.latency_s
       window = 2 * rate_gbps * 1e9 / 8 * rtt_s
       self._scheduler.residual_window_bytes = max(

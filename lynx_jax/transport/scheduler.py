@@ -47,6 +47,7 @@ class Scheduler:
     self._later: list[tuple[float, tuple, streams.Chunk]] = []  # heap by ready
     self._ready: list[tuple[tuple, streams.Chunk]] = []  # heap by rank
     self._outstanding: dict[streams.ChunkKey, tuple[streams.Chunk, float]] = {}
+    self._outstanding_bytes = dict.fromkeys(streams.Stream, 0)
     self._queued_bytes: dict[int, int] = {}
     self._keys: set[streams.ChunkKey] = set()  # queued or outstanding
 
@@ -82,6 +83,7 @@ class Scheduler:
     heapq.heappop(self._ready)
     self._count(chunk.request, -chunk.bytes)
     self._outstanding[chunk.key] = chunk, now_s
+    self._outstanding_bytes[chunk.stream] += chunk.bytes
     return chunk
 
   def peek(self, now_s: float) -> streams.Chunk | None:
@@ -103,6 +105,7 @@ class Scheduler:
       Seconds it was outstanding, from which windows can be adapted.
     """
     _, issued_s = self._outstanding.pop(chunk.key)
+    self._outstanding_bytes[chunk.stream] -= chunk.bytes
     self._keys.discard(chunk.key)
     return now_s - issued_s
 
@@ -118,11 +121,9 @@ class Scheduler:
 
   def outstanding_bytes(self, stream: streams.Stream | None = None) -> int:
     """Returns bytes issued and not landed, of one stream or of all."""
-    return sum(
-      chunk.bytes
-      for chunk, _ in self._outstanding.values()
-      if stream in (None, chunk.stream)
-    )
+    if stream is None:
+      return sum(self._outstanding_bytes.values())
+    return self._outstanding_bytes[stream]
 
   def queued_bytes(self, request: int) -> int:
     """Returns the request's bytes that have not been issued."""

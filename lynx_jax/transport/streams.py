@@ -59,6 +59,12 @@ class UnexpectedChunk(TransferError):
   """The chunk carries units that the request does not (or no longer) miss."""
 
 
+def raise_failed(error: BaseException | None) -> None:
+  """Raises a `TransferError` for what ended a transfer's thread, if any."""
+  if error is not None:
+    raise TransferError(f'the transfer failed: {error}') from error
+
+
 class Stream(enum.IntEnum):
   """Classes of priority; a lower value goes first."""
 
@@ -115,6 +121,35 @@ class Slice:
   def units(self) -> Iterator[Unit]:
     for layer, index in zip(self.layers, self.indices, strict=True):
       yield Unit(self.segment, self.plane, self.layer_group, layer, index)
+
+  def moved(self, groups: int) -> 'Slice':
+    """Returns the same slice so many groups further on."""
+    if not groups:
+      return self
+    return Slice(
+      self.segment,
+      self.plane,
+      self.layer_group,
+      layers=self.layers,
+      indices=tuple([index + groups for index in self.indices]),
+    )
+
+
+class _Pattern(NamedTuple):
+  """What a token chunk holds of every layer: all that its cutting depends on.
+
+  Attributes:
+    sinks: whether they are in it, layer by layer; () is in none.
+    groups: of the prefix.
+    skipped: of those, how many the layer's window leaves out at the start; ()
+      is none anywhere.
+    blocks: of the tail.
+  """
+
+  sinks: tuple[bool, ...]
+  groups: int
+  skipped: tuple[int, ...]
+  blocks: int
 
 
 class ChunkKey(NamedTuple):
@@ -287,38 +322,6 @@ class WireFormat:
     """
     return math.ceil(prompt_tokens / self.engine.token_chunk) + 1
 
-  def units(self, prompt_tokens: int, token_chunk: int) -> Iterator[Unit]:
-    """Yields the units of a token chunk in manifest order.
-
-    The order is layer group, sinks before prefix, layer, index, plane.
-    """
-    end = self.codec.prefix_end(prompt_tokens)
-    size, group = self.engine.token_chunk, self.codec.group
-    is_tail = token_chunk == self.token_chunks(prompt_tokens) - 1
-    # C=256, Q=128, E=640: token chunk 0 → groups 0, 1; 2 → group 4; 3 → none
-    groups = range(
-      token_chunk * size // group, min((token_chunk + 1) * size, end) // group
-    )
-    blocks = range(math.ceil((prompt_tokens - end) / TAIL_BLOCK))
-    for layer_group, layers in enumerate(self.layer_counts):
-      if is_tail:
-        for layer in range(layers):
-          for index in blocks:
-            yield Unit(Segment.TAIL, 0, layer_group, layer, index)
-        continue
-      if token_chunk == 0:
-        for layer in range(layers):
-          if self.has_sinks(layer_group, layer, prompt_tokens):
-            yield Unit(Segment.SINKS, 0, layer_group, layer, 0)
-      planes = range(self.planes(layer_group))
-      for layer in range(layers):
-        first = self.first_group(layer_group, layer, prompt_tokens)
-        for index in groups:
-          if index < first:
-            continue
-          for plane in planes:
-            yield Unit(Segment.PREFIX, plane, layer_group, layer, index)
-
   def manifest(
     self,
     request: int,
@@ -345,29 +348,113 @@ class WireFormat:
         f'token_chunk={token_chunk} must be in 0..{count - 1} and '
         f'prompt_tokens={prompt_tokens} at least 1'
       )
-    units = list(self.units(prompt_tokens, token_chunk))
+    pattern, first = self._pattern(prompt_tokens, token_chunk)
+    if pattern not in self._cut:
+      self._cut[pattern] = tuple(self._chunks(pattern))
+    return tuple(
+      Chunk(
+        key=ChunkKey(request, generation, token_chunk, chunk.key.sequence),
+        stream=chunk.stream,
+        layer_group=chunk.layer_group,
+        slices=tuple(part.moved(first) for part in chunk.slices),
+        anchor_bytes=chunk.anchor_bytes,
+        residual_bytes=chunk.residual_bytes,
+      )
+      for chunk in self._cut[pattern]
+    )
+
+  def distinct(self, prompt_tokens: int) -> tuple[int, ...]:
+    """Returns token chunks of which every other one is a shifted copy."""
+    found: dict[_Pattern, int] = {}
+    for token_chunk in range(self.token_chunks(prompt_tokens)):
+      found.setdefault(
+        self._pattern(prompt_tokens, token_chunk)[0], token_chunk
+      )
+    return tuple(found.values())
+
+  @functools.cached_property
+  def _cut(self) -> 'dict[_Pattern, tuple[Chunk, ...]]':
+    """Token chunks cut before, as if their first group was group 0.
+
+    A prompt of 131,072 tokens has 65,536 units; 128 token chunks of three
+    patterns have them.
+    """
+    return {}
+
+  def _pattern(
+    self, prompt_tokens: int, token_chunk: int
+  ) -> 'tuple[_Pattern, int]':
+    """Returns what a token chunk holds, and the number of its first group."""
+    end = self.codec.prefix_end(prompt_tokens)
+    if token_chunk == self.token_chunks(prompt_tokens) - 1:
+      blocks = math.ceil((prompt_tokens - end) / TAIL_BLOCK)
+      return _Pattern(sinks=(), groups=0, skipped=(), blocks=blocks), 0
+    # C=256, Q=128, E=640: token chunk 0 → groups 0, 1; 2 → group 4; 3 → none
+    size, group = self.engine.token_chunk, self.codec.group
+    first = token_chunk * size // group
+    groups = max(0, min((token_chunk + 1) * size, end) // group - first)
+    places = [
+      (layer_group, layer)
+      for layer_group, layers in enumerate(self.layer_counts)
+      for layer in range(layers)
+    ]
+    sinks: tuple[bool, ...] = ()
+    if token_chunk == 0:
+      sinks = tuple(self.has_sinks(*place, prompt_tokens) for place in places)
+    skipped: tuple[int, ...] = ()
+    if self._has_windows:
+      skipped = tuple(
+        min(max(0, self.first_group(*place, prompt_tokens) - first), groups)
+        for place in places
+      )
+    return _Pattern(sinks, groups, skipped, blocks=0), first
+
+  @functools.cached_property
+  def _has_windows(self) -> bool:
+    return any(map(self.model.window, range(self.model.layers)))
+
+  def _units(self, pattern: '_Pattern') -> Iterator[Unit]:
+    """Yields units in manifest order.
+
+    The order is layer group, sinks before prefix, layer, index, plane.
+    """
+    start = 0  # number of the group's first layer
+    for layer_group, layers in enumerate(self.layer_counts):
+      for layer in range(layers):
+        if pattern.sinks and pattern.sinks[start + layer]:
+          yield Unit(Segment.SINKS, 0, layer_group, layer, 0)
+      planes = range(self.planes(layer_group))
+      for layer in range(layers):
+        skipped = pattern.skipped[start + layer] if pattern.skipped else 0
+        for index in range(skipped, pattern.groups):
+          for plane in planes:
+            yield Unit(Segment.PREFIX, plane, layer_group, layer, index)
+        for index in range(pattern.blocks):
+          yield Unit(Segment.TAIL, 0, layer_group, layer, index)
+      start += layers
+
+  def _chunks(self, pattern: '_Pattern') -> Iterator[Chunk]:
+    """Yields the chunks of a pattern, as if of request 0 and token chunk 0."""
+    units = list(self._units(pattern))
     if self.engine.order is config.Order.INTERLEAVED:
       queues = {Stream.ANCHOR: units}
     else:
       queues = {s: [u for u in units if u.stream is s] for s in _NESTED}
     unit_bytes = functools.cache(self.unit_bytes)
-    chunks: list[Chunk] = []
+    sequence = itertools.count()
     for stream, queue in queues.items():
       for content in _fill(queue, unit_bytes, self.engine.chunk_bytes):
         sizes = [0, 0]
         for unit in content:
           sizes[unit.stream] += unit_bytes(*unit[:3])
-        chunks.append(
-          Chunk(
-            key=ChunkKey(request, generation, token_chunk, len(chunks)),
-            stream=stream,
-            layer_group=content[0].layer_group,
-            slices=_slices(content),
-            anchor_bytes=sizes[Stream.ANCHOR],
-            residual_bytes=sizes[Stream.RESIDUAL],
-          )
+        yield Chunk(
+          key=ChunkKey(0, 0, 0, next(sequence)),
+          stream=stream,
+          layer_group=content[0].layer_group,
+          slices=_slices(content),
+          anchor_bytes=sizes[Stream.ANCHOR],
+          residual_bytes=sizes[Stream.RESIDUAL],
         )
-    return tuple(chunks)
 
   def strings(self, prompt_tokens: int) -> tuple[tuple[int, int], ...]:
     """Returns (layer group, token chunk) of every exact string, in order."""

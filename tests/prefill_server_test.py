@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefill server grants, without any prompt."""
+
+import contextlib
+import time
+
+from lynx_jax import handshake
+from lynx_jax.prefill_server import PrefillServer
+from lynx_jax.transport import control, messages
+from tests import transfers
+
+WIRE = transfers.FORMATS[0]
+WAIT_S = 10.0
+
+
+@contextlib.contextmanager
+def _session(server: PrefillServer, fingerprint: str):
+  """Yields the channel of a new peer, and the server's answer."""
+  channel = control.ClientChannel(f'127.0.0.1:{server.port}')
+  channel.send(
+    messages.Hello(
+      version=messages.VERSION,
+      facts=handshake.facts(WIRE, fingerprint),
+      choices=handshake.choices(WIRE.engine),
+      window_bytes=transfers.WINDOW_BYTES,
+      pulls=False,
+    )
+  )
+  yield channel, channel.receive(WAIT_S)
+  channel.close()
+
+
+def test_peers_share_the_memory():
+  model = transfers.model()
+  fingerprint = handshake.fingerprint(model)
+  needed = handshake.sender_bytes(WIRE, transfers.WINDOW_BYTES)
+  with contextlib.closing(
+    PrefillServer(
+      model, transfers.FORMATS, pull_host=None, memory_bytes=2 * needed - 1
+    )
+  ) as server:
+    with _session(server, fingerprint) as (_, first):
+      assert isinstance(first, messages.Welcome)
+      with _session(server, fingerprint) as (_, second):
+        assert second == messages.Refused(
+          field=messages.MEMORY,
+          sender=f'{needed - 1} bytes',
+          receiver=f'{needed} bytes',
+        )
+    _until_free(server)
+    with _session(server, fingerprint) as (_, third):
+      assert isinstance(third, messages.Welcome)
+
+
+def _until_free(server: PrefillServer) -> None:
+  until_s = time.monotonic() + WAIT_S
+  while server.peers:
+    assert time.monotonic() < until_s
+    time.sleep(0.01)
+
+
+def test_the_budget_is_what_prompts_take():
+  """Prefill's keys and values, and planes, of as many prompts as slots."""
+  model, engine = WIRE.model, WIRE.engine
+  tokens = 256  # 200, up to whole token chunks
+  dense = tokens * 2 * model.layers * model.kv_heads * model.head_dim * 2
+  planes = WIRE.stream_bytes(engine.prompt_tokens).total
+  assert handshake.sender_bytes(WIRE, 7) == engine.slots * (dense + planes) + 7
+
+
+def test_a_lack_of_memory_names_both_values_and_a_remedy():
+  error = control.HandshakeError(messages.MEMORY, '5 bytes', '7 bytes')
+  for part in ('5 bytes', '7 bytes', 'engine.slots', 'transfer.prefill_bytes'):
+    assert part in str(error)
