@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import json
 import os
+import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -169,20 +170,21 @@ def _make_devices(cpu_devices: int) -> None:
 
   with contextlib.suppress(RuntimeError):  # a notebook has made its backend
     jax.config.update('jax_num_cpu_devices', cpu_devices)
-  _keep_programs()
+  keep_programs()
 
 
-def _keep_programs() -> None:
+def keep_programs() -> None:
   """Lets JAX keep what it compiles on disk, unless its own settings say where.
 
-  Without a place that can be written it compiles as ever.
+  Hosts that share a home keep theirs apart: code for one CPU may not run on
+  another. Without a place that can be written all is compiled as ever.
   """
   import jax
 
   if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
     return
   base = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-  place = os.path.join(base, 'lynx_jax', 'programs')
+  place = os.path.join(base, 'lynx_jax', 'programs', platform.node())
   with contextlib.suppress(OSError):
     os.makedirs(place, exist_ok=True)
     if os.access(place, os.W_OK):

@@ -32,6 +32,9 @@ os.environ['LIBTPU_INIT_ARGS'] = ' '.join(
 import jax  # noqa: E402  (the flags above must be set before libtpu loads)
 from jax.experimental import topologies  # noqa: E402  (likewise)
 
+# A program that comes from a cache leaves no dump to read.
+jax.config.update('jax_enable_compilation_cache', False)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:

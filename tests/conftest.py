@@ -18,6 +18,8 @@ os.environ['TPU_SKIP_MDS_QUERY'] = '1'
 os.environ['TPU_STDERR_LOG_LEVEL'] = '3'
 os.environ['TPU_MIN_LOG_LEVEL'] = '3'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
+# What an earlier run has compiled must not decide what this one sees.
+os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
 
 import jax
 import jaxtyping

@@ -165,6 +165,29 @@ def test_a_fault_of_the_program_is_not_hidden(tmp_path):
     _main(tmp_path, study=study)
 
 
+def test_compiled_programs_are_kept_where_that_can_be_written(
+  tmp_path, monkeypatch
+):
+  import jax
+
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
+  (tmp_path / 'file').touch()  # no folder can be made below it
+  try:
+    cli.keep_programs()
+    assert jax.config.jax_compilation_cache_dir is None
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    cli.keep_programs()
+    kept = pathlib.Path(jax.config.jax_compilation_cache_dir)
+    assert kept.is_dir()
+    assert kept.is_relative_to(tmp_path / 'lynx_jax')
+    monkeypatch.setenv('XDG_CACHE_HOME', '/elsewhere')
+    cli.keep_programs()  # a choice that was made stays
+    assert jax.config.jax_compilation_cache_dir == str(kept)
+  finally:
+    jax.config.update('jax_compilation_cache_dir', None)
+    jax.config.update('jax_compilation_cache_max_size', -1)
+
+
 def test_help(capsys):
   assert main.main(['main', '--help']) == 0
   assert '--config.codec.k=4,4' in capsys.readouterr().out
