@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import ml_collections
 from absl import flags
@@ -181,7 +182,10 @@ def keep_programs() -> None:
   """
   import jax
 
-  if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+  chosen: Any = jax.config  # its options are unknown to the type checker
+  if (
+    chosen.jax_compilation_cache_dir or not chosen.jax_enable_compilation_cache
+  ):
     return
   base = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
   place = os.path.join(base, 'lynx_jax', 'programs', platform.node())
@@ -190,7 +194,7 @@ def keep_programs() -> None:
     if os.access(place, os.W_OK):
       jax.config.update('jax_compilation_cache_dir', place)
       jax.config.update('jax_compilation_cache_max_size', _MOST_KEPT_BYTES)
-      jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
+      jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.05)
 
 
 def parse(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict, str]:

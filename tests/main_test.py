@@ -172,6 +172,9 @@ def test_compiled_programs_are_kept_where_that_can_be_written(
 
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
   (tmp_path / 'file').touch()  # no folder can be made below it
+  cli.keep_programs()  # tests keep none: see conftest
+  assert jax.config.jax_compilation_cache_dir is None
+  jax.config.update('jax_enable_compilation_cache', True)
   try:
     cli.keep_programs()
     assert jax.config.jax_compilation_cache_dir is None
@@ -184,6 +187,7 @@ def test_compiled_programs_are_kept_where_that_can_be_written(
     cli.keep_programs()  # a choice that was made stays
     assert jax.config.jax_compilation_cache_dir == str(kept)
   finally:
+    jax.config.update('jax_enable_compilation_cache', False)
     jax.config.update('jax_compilation_cache_dir', None)
     jax.config.update('jax_compilation_cache_max_size', -1)
 

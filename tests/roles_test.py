@@ -23,8 +23,15 @@ SMALL = [
   '--config.link.rate_gbps=0.1',
   '--config.engine.chunk_bytes=1',  # a unit a chunk: few shapes to compile
 ]
+ENVIRONMENT = os.environ | {'JAX_ENABLE_COMPILATION_CACHE': 'true'}
 # One worker: these tests and those of the transfer start many processes.
 pytestmark = pytest.mark.xdist_group('transfer')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _programs_of_these_tests(tmp_path_factory):
+  """What one process has compiled the next ones find, and nobody else."""
+  ENVIRONMENT['XDG_CACHE_HOME'] = str(tmp_path_factory.mktemp('cache'))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +109,7 @@ def _local(tmp_path, *flags: str) -> subprocess.Popen:
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    env=ENVIRONMENT,
   )
 
 
@@ -138,7 +145,7 @@ def test_faults_of_the_config_end_in_the_reference(tmp_path):
     '--config.faults.unannounced=0.2',
     '--config.faults.peer=kill@pull:20',
     '--config.faults.back_s=0.0',
-    '--config.patience.stall_s=0.5',
+    '--config.patience.stall_s=5.0',  # it compiles anew meanwhile
     '--config.patience.reconnect_s=60.0',
   ]
   done = subprocess.run(
@@ -146,7 +153,7 @@ def test_faults_of_the_config_end_in_the_reference(tmp_path):
     cwd=ROOT,
     capture_output=True,
     text=True,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    env=ENVIRONMENT,
     check=False,
   )
   assert done.returncode == 0, done.stderr
@@ -165,7 +172,7 @@ def test_ctrl_c_ends_a_prefill_process(tmp_path):
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    env=ENVIRONMENT,
   )
   assert any(line.startswith('prefill serves') for line in process.stdout)
   process.send_signal(signal.SIGINT)

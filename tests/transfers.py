@@ -24,7 +24,10 @@ FORMATS = [
   for name in ('lynx', 'dense', 'exact')
 ]
 model = engines.model
-ENVIRONMENT = os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'}
+ENVIRONMENT = os.environ | {
+  'JAX_ENABLE_COMPILATION_CACHE': 'true',
+  'JAX_NUM_CPU_DEVICES': '2',
+}
 
 
 class Child:
