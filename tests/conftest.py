@@ -7,6 +7,7 @@ libtpu processes at once fail on its lock file, so one worker runs them all.
 """
 
 import os
+import signal
 
 # The tests are about the program, never about the machine's accelerator; what
 # the caller's shell says about devices must not change them.
@@ -20,6 +21,10 @@ os.environ['TPU_MIN_LOG_LEVEL'] = '3'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
 # What an earlier run has compiled must not decide what this one sees.
 os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
+
+# A shell's background jobs ignore Ctrl-C, and what tests start would inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
 import jaxtyping

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -102,22 +103,28 @@ def _until(condition, within_s: float) -> None:
     time.sleep(0.02)
 
 
-def _local(tmp_path, *flags: str) -> subprocess.Popen:
-  return subprocess.Popen(
-    [*COMMAND, *SMALL, f'--workdir={tmp_path}', '--role=local', *flags],
+@contextlib.contextmanager
+def _started(*flags: str) -> Iterator[subprocess.Popen]:
+  """Yields a process, and ends it if the test has not."""
+  with subprocess.Popen(
+    [*COMMAND, *SMALL, *flags],
     cwd=ROOT,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
     env=ENVIRONMENT,
-  )
+  ) as process:
+    try:
+      yield process
+    finally:
+      process.kill()
 
 
 def test_both_sides_on_this_machine(tmp_path):
   """Each of four devices pulls its part of what two have computed."""
   meshes = '--config.prefill_mesh=2', '--config.decode_mesh=4'
-  process = _local(tmp_path, *meshes)
-  out, err = process.communicate(timeout=280)
+  with _started(f'--workdir={tmp_path}', '--role=local', *meshes) as process:
+    out, err = process.communicate(timeout=280)
   assert process.returncode == 0, err
   assert 'chunks go as bytes' not in err
   assert 'starting the prefill process' in out
@@ -166,33 +173,26 @@ def test_faults_of_the_config_end_in_the_reference(tmp_path):
 
 
 def test_ctrl_c_ends_a_prefill_process(tmp_path):
-  process = subprocess.Popen(
-    [*COMMAND, *SMALL, '--role=prefill', '--listen=127.0.0.1:0'],
-    cwd=ROOT,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    env=ENVIRONMENT,
-  )
-  assert any(line.startswith('prefill serves') for line in process.stdout)
-  process.send_signal(signal.SIGINT)
-  _, err = process.communicate(timeout=30)
+  with _started('--role=prefill', '--listen=127.0.0.1:0') as process:
+    assert any(line.startswith('prefill serves') for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
   assert process.returncode == 130
   assert 'Traceback' not in err
 
 
 @pytest.mark.parametrize('ending', [signal.SIGINT, signal.SIGKILL])
 def test_the_prefill_process_ends_with_its_parent(tmp_path, ending):
-  process = _local(tmp_path)
   started = []
+  with _started(f'--workdir={tmp_path}', '--role=local') as process:
 
-  def serves() -> bool:
-    started[:] = _children(process.pid)
-    return bool(started)
+    def serves() -> bool:
+      started[:] = _children(process.pid)
+      return bool(started)
 
-  _until(serves, within_s=60.0)
-  process.send_signal(ending)
-  _, err = process.communicate(timeout=60)
+    _until(serves, within_s=60.0)
+    process.send_signal(ending)
+    _, err = process.communicate(timeout=60)
   assert process.returncode == (130 if ending is signal.SIGINT else -ending)
   if ending is signal.SIGINT:
     assert err.endswith('interrupted; the records written so far are whole\n')
