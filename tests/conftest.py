@@ -22,7 +22,7 @@ os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
 # What an earlier run has compiled must not decide what this one sees.
 os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
 
-# A shell's background jobs ignore Ctrl-C, and what tests start would inherit it.
+# A shell's background jobs ignore Ctrl-C, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
 
