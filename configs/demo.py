@@ -8,7 +8,7 @@ or, after `make setup`,
     python -m experiments.main --config=configs/demo.py --workdir=runs/demo
 
 The rate is set so that the transfer's share of a serial INT8 request is 60 %.
-Cost: about 8 and a half minutes and 4 GB of memory on 2 cores. Expected: every
+Cost: 7 to 8 minutes and 4 GB of memory on 2 cores. Expected: every
 scheme's committed text equals its reference; TTFT of lynx is near that of int4;
 the ratios to the bound are between 1.00 and 1.05.
 """
