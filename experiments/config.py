@@ -27,7 +27,7 @@ from lynx_jax.config import (
   require,
 )
 from lynx_jax.engine import Mode, Sampling
-from lynx_jax.patience import Patience, Policy
+from lynx_jax.patience import LONGEST_S, Patience, Policy
 from lynx_jax.transport.fault_plan import (
   Fault,
   FaultPlan,
@@ -243,14 +243,12 @@ class Link:
       f'link.rate_gbps={self.rate_gbps} must be positive; leave it out to '
       'find it from link.share',
     )
-    require(
-      self.rtt_ms >= 0 and math.isfinite(self.rtt_ms),
-      f'link.rtt_ms={self.rtt_ms} must be 0 or more',
-    )
-    require(
-      self.jitter_ms >= 0 and math.isfinite(self.jitter_ms),
-      f'link.jitter_ms={self.jitter_ms} must be 0 or more',
-    )
+    for name in ('rtt_ms', 'jitter_ms'):
+      value = getattr(self, name)
+      require(
+        0 <= value <= LONGEST_S * 1e3,
+        f'link.{name}={value} must be in 0..{LONGEST_S * 1000}',
+      )
     require(
       self.emulated or not self.jitter_ms,
       f'link.jitter_ms={self.jitter_ms} needs link.emulated=True',
@@ -286,6 +284,10 @@ class Transfer:
         value is None or 0 < value < math.inf,
         f'transfer.{name}={value} must be positive',
       )
+    require(
+      self.lease_s <= LONGEST_S,
+      f'transfer.lease_s={self.lease_s} must be at most {LONGEST_S}',
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -382,7 +384,8 @@ class Settings:
       value = getattr(self, name)
       require(value > 0, f'{name}={value} must be positive')
     require(
-      self.seed >= 0, f'seed={self.seed} must not be negative (it is 32 bits)'
+      0 <= self.seed < 1 << 32,
+      f'seed={self.seed} must be in 0..{(1 << 32) - 1}',
     )
     require(bool(self.prompts), "prompt_file='' must name a text file")
     require(

@@ -6,9 +6,10 @@ It knows no channel and no clock: `remote_prefill` acts on these values.
 
 import dataclasses
 import enum
-import math
 
 from lynx_jax.config import require
+
+LONGEST_S = 1_000_000  # of any wait: eleven days
 
 
 class Policy(enum.Enum):
@@ -43,4 +44,7 @@ class Patience:
   def __post_init__(self):
     for name in ('handshake_s', 'reconnect_s', 'stall_s', 'retries'):
       value = getattr(self, name)
-      require(0 < value < math.inf, f'patience.{name}={value} must be positive')
+      require(
+        0 < value <= LONGEST_S,
+        f'patience.{name}={value} must be positive, and at most {LONGEST_S}',
+      )

@@ -58,8 +58,8 @@ class PeerFault:
   back_s: float
 
   def __post_init__(self):
-    require(self.count > 0, f'faults count={self.count} must be 1 or more')
-    require(self.back_s >= 0, f'faults back_s={self.back_s} must be 0 or more')
+    require(self.count > 0, f'faults.peer count={self.count} must be 1 or more')
+    require(self.back_s >= 0, f'faults.back_s={self.back_s} must be 0 or more')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,12 @@ class FaultPlan:
     for name in ('most', 'late_s', 'stall_s'):
       value = getattr(self, name)
       require(0 <= value < math.inf, f'faults.{name}={value} must be 0 or more')
+    for fault, chance in self.chances.items():
+      require(
+        not chance or self.most > 0,
+        f'faults.{fault.value}={chance} makes nothing go wrong with '
+        f'faults.most={self.most}; set how many faults there may be',
+      )
 
   @property
   def nothing(self) -> bool:
