@@ -53,8 +53,7 @@ def convert(
     source = str(weights.find_packaged_gguf())
   file = paths.locate(source)
   words = paths.locate(tokenizer) if tokenizer else file
-  read = Tokenizer.from_directory if words.is_dir() else Tokenizer.from_gguf
-  text = read(words)
+  text = Tokenizer.read(words)
   config, model = weights.load(file, dtype=dtype)
   text.save(target)
   converted.save(target, config, model)

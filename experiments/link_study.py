@@ -285,16 +285,7 @@ def send(case: Case) -> None:
             generation=0,
             prompt_tokens=prompts[request],
             epoch=0,
-            chunks=tuple(
-              (
-                a.chunk.key.token_chunk,
-                a.chunk.key.sequence,
-                a.uuid,
-                a.chunk.bytes,
-                a.digest,
-              )
-              for a in group
-            ),
+            chunks=tuple(a.entry for a in group),
           )
         )
 

@@ -121,8 +121,7 @@ def load(
     file = paths.locate(path)
     # Before the weights, which take longer.
     words = paths.locate(tokenizer_path) if tokenizer_path else file
-    read = Tokenizer.from_directory if words.is_dir() else Tokenizer.from_gguf
-    tokenizer = read(words)
+    tokenizer = Tokenizer.read(words)
     model_config, model = weights.load(
       file, dtype=dtype, placement=devices[: sides[0]]
     )

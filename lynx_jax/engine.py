@@ -70,9 +70,9 @@ from lynx_jax.speculative import decode, draft_length
 from lynx_jax.speculative import slots as slots_lib
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport.courier import Arrival, Cut, Transport
+from lynx_jax.transport.progress import Progress
 from lynx_jax.transport.streams import (
   Chunk,
-  Progress,
   Segment,
   Slice,
   Stream,

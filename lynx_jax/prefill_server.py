@@ -468,16 +468,7 @@ class _Session:
           generation=generation,
           prompt_tokens=prompt_tokens,
           epoch=epoch,
-          chunks=tuple(
-            (
-              a.chunk.key.token_chunk,
-              a.chunk.key.sequence,
-              a.uuid,
-              a.chunk.bytes,
-              a.digest,
-            )
-            for a in group
-          ),
+          chunks=tuple(a.entry for a in group),
           strings=tuple((a.chunk.layer_group, a.chunk.pages) for a in group)
           if any(a.chunk.pages for a in group)
           else (),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lynx_jax import config
 from lynx_jax.transport import streams
+from lynx_jax.transport.progress import Progress
 
 SMOLLM2 = config.ModelConfig(
   name='smollm2-135m',
@@ -307,7 +308,7 @@ def test_progress_in_any_order(recipe, prompt_tokens, seed):
   wire = wire_of(recipe)
   chunks = whole(wire, prompt_tokens)
   random.Random(seed).shuffle(chunks)
-  progress = streams.Progress(wire, 0, prompt_tokens)
+  progress = Progress(wire, 0, prompt_tokens)
   left = set(expected_units(wire, prompt_tokens))
   end = wire.codec.prefix_end(prompt_tokens)
   for number in range(len(chunks) + 1):
@@ -353,7 +354,7 @@ def test_progress_of_an_exact_target_in_any_order(prompt_tokens, seed):
   assert len({c.key for c in chunks}) == len(chunks)
   rng.shuffle(chunks)
   target = config.Target.EXACT
-  progress = streams.Progress(EXACT, 0, prompt_tokens, target=target)
+  progress = Progress(EXACT, 0, prompt_tokens, target=target)
   anchor, _, exact = streams.Stream
   while True:
     left = [(c, u) for c in chunks for u in c.units()]
@@ -386,8 +387,8 @@ def test_progress_refuses_pages_that_it_does_not_miss():
   (chunk, *_) = EXACT.exact_manifest(0, 0, 0, 7)
   other = EXACT.exact_manifest(0, 0, 0, 9)
   with pytest.raises(streams.UnexpectedChunk, match='no string'):
-    streams.Progress(EXACT, 0, 300).land(chunk)  # of another target
-  exact = streams.Progress(EXACT, 0, 300, target=config.Target.EXACT)
+    Progress(EXACT, 0, 300).land(chunk)  # of another target
+  exact = Progress(EXACT, 0, 300, target=config.Target.EXACT)
   exact.land(chunk)
   with pytest.raises(streams.UnexpectedChunk, match='the string has 7'):
     exact.land(other[-1])
@@ -408,7 +409,7 @@ def test_progress_refuses_what_is_not_its_own():
   wire = streams.WireFormat(
     SMOLLM2, config.CodecConfig(), config.EngineConfig()
   )
-  progress = streams.Progress(wire, 7, 300, generation=2)
+  progress = Progress(wire, 7, 300, generation=2)
   mine = whole(wire, 300, 7, 2)
   with pytest.raises(streams.StaleChunk, match='generation=2'):
     progress.land(whole(wire, 300, 7, 1)[0])
@@ -426,7 +427,7 @@ def test_progress_refuses_what_is_not_its_own():
       progress.land(dataclasses.replace(chunk, key=again))
   longer = whole(wire, 2000, 7, 2)
   with pytest.raises(streams.UnexpectedChunk):
-    streams.Progress(wire, 7, 300, generation=2).land(
+    Progress(wire, 7, 300, generation=2).land(
       next(c for c in longer if c.residual_bytes and c.token_chunk == 5)
     )
   assert progress.complete

@@ -62,7 +62,7 @@ _CONVERT = 'Convert the model again with a current llama.cpp.'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-  """A model's tokenizer; make one with `from_gguf` or `from_directory`.
+  """A model's tokenizer; make one with `read`.
 
   Attributes:
     vocab: number of token ids.
@@ -81,6 +81,11 @@ class Tokenizer:
   # is a mutable property; nothing mutates them after construction.
   _plain: Any = dataclasses.field(repr=False)
   _markup: Any = dataclasses.field(repr=False)
+
+  @classmethod
+  def read(cls, path: epath.Path) -> 'Tokenizer':
+    """Reads a directory as Hugging Face writes it, or a GGUF file."""
+    return cls.from_directory(path) if path.is_dir() else cls.from_gguf(path)
 
   @classmethod
   def from_gguf(cls, path: str | os.PathLike[str]) -> 'Tokenizer':

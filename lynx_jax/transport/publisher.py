@@ -31,6 +31,18 @@ class Announcement:
   epoch: int
   digest: bytes
 
+  @property
+  def entry(self) -> tuple[int, int, int, int, bytes]:
+    """What `messages.Published.chunks` has of it."""
+    key = self.chunk.key
+    return (
+      key.token_chunk,
+      key.sequence,
+      self.uuid,
+      self.chunk.bytes,
+      self.digest,
+    )
+
 
 class Publisher:
   """A thread that cuts chunks and publishes them, in the scheduler's order.
