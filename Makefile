@@ -4,6 +4,7 @@
 #   make demo      the main job on a real model, with a table at the end
 #   make latency   the latency study: five prompts, both modes (25 minutes)
 #   make equivalence-study  24 prompts on which output must be equal
+#   make ablation  24 cells on a real model, one change each (TODO minutes)
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
 #   make test      lint, types and the whole test suite
 #   make lint      ruff and mypy alone
@@ -38,10 +39,13 @@ STAMPS := .venv/stamps
 DEMO_DIR ?= runs/demo
 LATENCY_DIR ?= runs/latency
 EQUIVALENCE_DIR ?= runs/equivalence
+ABLATION ?= configs/ablation.py
+ABLATION_DIR ?= runs/ablation
+ABLATION_ARGS ?=
 TRANSPORT_DIR ?= runs/transport
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency equivalence-study transport-study test lint format lock clean setup setup-test
+.PHONY: help demo latency equivalence-study ablation transport-study test lint format lock clean setup setup-test
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -55,6 +59,12 @@ latency: $(STAMPS)/run
 equivalence-study: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/equivalence.py \
 	  --workdir='$(EQUIVALENCE_DIR)'
+
+# ABLATION=configs/ablation_tiny.py takes another config; ABLATION_ARGS are more
+# flags, such as --config.ablation.shard=1/4.
+ablation: $(STAMPS)/run
+	$(RUN) -m experiments.main --config='$(ABLATION)' \
+	  --workdir='$(ABLATION_DIR)' $(ABLATION_ARGS)
 
 transport-study: $(STAMPS)/run
 	$(RUN) -m experiments.transport_study --workdir='$(TRANSPORT_DIR)'

@@ -18,7 +18,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import config, display, options, prompts, results
+from experiments import cells, config, display, options, prompts, results
 from lynx_jax.config import ConfigError
 from lynx_jax.models.errors import WeightsError
 from lynx_jax.transport.streams import TransferError
@@ -30,10 +30,12 @@ USER_MISTAKE = 2
 # Studies by their names in the config, each a module with `run`. They have no
 # second process, and no requests to draw. Any other name is a latency study.
 _STUDIES = {
+  cells.STUDY: 'experiments.ablation',
   'codec_search': 'experiments.codec_search',
   'equivalence': 'experiments.equivalence',
 }
 PEER_LOST = 3
+CELLS_MISSING = 4
 _MOST_KEPT_BYTES = 1 << 30  # of compiled programs; the oldest go first
 _EXAMPLE = '--config=configs/demo.py --workdir=runs/demo'
 
@@ -70,6 +72,9 @@ def run(argv: Sequence[str], study: Study | None = None) -> int:
     _say(f'error: {error}')
   except OSError as error:
     _say(f'error: {_os_error(error)}')
+  except cells.CellsMissing as error:
+    _say(f'error: {error}')
+    return CELLS_MISSING
   except TransferError as error:
     _say(f'error: {error}')
     return PEER_LOST
@@ -84,7 +89,7 @@ def run(argv: Sequence[str], study: Study | None = None) -> int:
 def _run(argv: Sequence[str], study: Study | None) -> int:
   values, own = _parse(argv)
   role = options.read(own)
-  settings = config.settings(values)
+  settings = cells.settings(values)
   if role is None and not settings.link.emulated:
     raise ConfigError('link.emulated=False needs a --role; see --help')
   if role is None and settings.link.jitter_ms:

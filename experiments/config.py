@@ -7,6 +7,7 @@ It starts nothing and reads no prompt: it checks values and names schemes.
 import dataclasses
 import difflib
 import enum
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -99,6 +100,8 @@ def base() -> ml_collections.ConfigDict:
         'draft_tokens': config_dict.placeholder(int),
         'backlog_tokens': library.backlog_tokens,
         'chunk_bytes': library.chunk_bytes,
+        # How Anchor and Residual share the link: anchor_first or interleaved.
+        'order': library.order.value,
         'sharpen': library.sharpen,
         'layer_ready': library.layer_ready,
         # None: the best that can serve.
@@ -161,6 +164,23 @@ def base() -> ml_collections.ConfigDict:
       # The equivalence study: how many prompts it cuts out of the texts, of how
       # many tokens at least, and how many of them one call measures (0: all).
       'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
+      # The ablation: what is varied, and which part of it runs here.
+      'ablation': {
+        # The grid: an axis an entry, one field or several that take the same
+        # values, 'codec.k,codec.v=4,4|8; link.rtt_ms=1|50'. Quotes keep ; and |
+        # together: codec.layers='0:6 k=8; 24:30 v=2'|''.
+        'axes': '',
+        # A list instead, or one that goes through the whole grid: changes of
+        # fields, a cell an entry, 'codec.k=8 codec.v=4,4; codec.sinks=0'.
+        'cells': '',
+        # I/N runs the I-th of N parts, 1/N to N/N; '' is all.
+        'shard': '',
+        # Folders of shards, with commas between: their cells are taken over,
+        # and none is run.
+        'merge': '',
+        # Figures of the rows that are drawn over every two axes.
+        'heatmaps': 'ttft_provisional_s,acceptance',
+      },
     }
   )
 
@@ -171,13 +191,13 @@ class SchemeKind:
 
   Attributes:
     planes: of K and V; None takes those of the config's codec.
-    order: how its streams share the link.
+    order: how its streams share the link; None takes that of the config.
     exact: it has an exact plane and, for that, no rotation; else it has what
       the config's codec has.
   """
 
   planes: tuple[int, ...] | None
-  order: Order = Order.ANCHOR_FIRST
+  order: Order | None = None
   exact: bool = False
 
 
@@ -344,6 +364,44 @@ class Equivalence:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+  """A cell of an ablation.
+
+  Attributes:
+    name: the fields that it changes, with their values.
+    values: of every field that some cell changes, by full name.
+    settings: of a run with them, without an ablation.
+  """
+
+  name: str
+  values: tuple[tuple[str, Any], ...]
+  settings: 'Settings'
+
+  @property
+  def key(self) -> str:
+    """A hash of all settings, the same in every process."""
+    same = dataclasses.replace(self.settings, study='')
+    return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ablation:
+  """What an ablation goes through.
+
+  Attributes:
+    cells: all of them, in the order of the config.
+    shard: (i, n), the i-th of n parts runs here.
+    merge: folders of finished shards.
+    heatmaps: figures that are drawn over every two axes.
+  """
+
+  cells: tuple[Cell, ...]
+  shard: tuple[int, int]
+  merge: tuple[str, ...]
+  heatmaps: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
   """A whole run, checked: what `base` holds, in the library's types."""
 
@@ -372,6 +430,7 @@ class Settings:
   acceptance_tokens: int
   search: Search
   equivalence: Equivalence
+  ablation: Ablation | None = None  # of `cells.settings`
 
   def __post_init__(self):
     for name in (
@@ -415,7 +474,8 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
   engine = EngineConfig(
     prompt_tokens=_positive('prompt_tokens', values.prompt_tokens),
     output_tokens=_positive('output_tokens', values.output_tokens),
-    **values.engine.to_dict(),
+    **values.engine.to_dict()
+    | {'order': _enum('engine.order', Order, values.engine.order)},
   )
   codec = _codec(values.codec)
   require(
@@ -427,7 +487,8 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
   return Settings(
     study=values.study,
     schemes=tuple(
-      scheme(name, codec) for name in _names('scheme', values.scheme, SCHEMES)
+      scheme(name, codec, engine.order)
+      for name in _names('scheme', values.scheme, SCHEMES)
     ),
     modes=tuple(Mode(name) for name in _names('mode', values.mode, modes)),
     repeats=values.repeats,
@@ -464,8 +525,10 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
   )
 
 
-def scheme(name: str, codec: CodecConfig) -> Scheme:
-  """Returns the scheme `name` on the ground of the run's codec.
+def scheme(
+  name: str, codec: CodecConfig, order: Order = Order.ANCHOR_FIRST
+) -> Scheme:
+  """Returns the scheme `name` on the ground of the run's codec and order.
 
   A baseline keeps the codec's axes, rotation, group, sinks and recent tokens,
   and puts its own planes in every layer.
@@ -481,7 +544,7 @@ def scheme(name: str, codec: CodecConfig) -> Scheme:
     )
   if kind.exact:
     codec = dataclasses.replace(_unrotated(codec), exact=True)
-  return Scheme(name=name, codec=codec, order=kind.order)
+  return Scheme(name=name, codec=codec, order=kind.order or order)
 
 
 def _unrotated(codec: Any) -> Any:
@@ -518,13 +581,15 @@ def planes(field: str, value: Any) -> tuple[int, ...]:
 def check_fields(values: Any, known: Any, path: str = '') -> None:
   """Refuses fields that `known` does not have, naming the nearest one."""
   for name in values:
-    require(name in known, f'{unknown_field(path + name)}')
+    # Either message takes milliseconds to form: too long for every field.
+    if name not in known:
+      raise ConfigError(unknown_field(path + name))
     if isinstance(known[name], ml_collections.ConfigDict):
-      require(
-        isinstance(values[name], ml_collections.ConfigDict),
-        f'config.{path}{name}={values[name]!r} must be a group of fields: '
-        f'{", ".join(sorted(known[name]))}',
-      )
+      if not isinstance(values[name], ml_collections.ConfigDict):
+        raise ConfigError(
+          f'config.{path}{name}={values[name]!r} must be a group of fields: '
+          f'{", ".join(sorted(known[name]))}'
+        )
       check_fields(values[name], known[name], f'{path}{name}.')
   for name in known:
     require(name in values, f'config.{path}{name} is missing')

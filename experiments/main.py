@@ -34,7 +34,7 @@ keeps none.
 
 Results are appended to WORKDIR/results.jsonl. A mistake of yours ends with one
 line that says what to change, and exit code 2; a lost prefill process with 3;
-Ctrl-C with 130.
+an ablation of which cells failed or are missing with 4; Ctrl-C with 130.
 """
 
 import sys

@@ -79,9 +79,12 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   Raises:
     ReportError: there is no request among them.
   """
-  from experiments import drawing, figures, selection
+  from experiments import cell_rows, figures, selection
 
-  records, earlier = _last_run(list(records))
+  everything = list(records)
+  records, earlier = _last_run(everything)
+  if cell_rows.plan(records) and (rows := cell_rows.rows(everything)):
+    return _render_rows(everything, rows)
   groups: dict[Any, list[selection.Trace]] = {}
   for trace in traces(records):
     groups.setdefault((trace['study'], trace['model']), []).append(trace)
@@ -95,12 +98,7 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
     parts.append(f'<h2>{_text(study or "study")}: {_text(model or "")}</h2>')
     parts.append(_comparison(group))
     for drawn in figures.draw(group, runs.get((study, model), ())):
-      name = f'{prefix}{drawn.name}.png'
-      png, svg = io.BytesIO(), io.BytesIO()
-      drawing.save(drawn, png, 'png')
-      drawing.save(drawn, svg, 'svg')
-      images[name] = png.getvalue()
-      parts.append(_figure(drawn, name, svg.getvalue()))
+      parts.append(_drawn(drawn, f'{prefix}{drawn.name}.png', images))
     parts.append(_requests(group))
   everything = [trace for group in groups.values() for trace in group]
   body = [
@@ -112,6 +110,55 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   ]
   title = ', '.join(dict.fromkeys(str(study) for study, _ in groups))
   return _PAGE.format(title=_text(title), body='\n'.join(body)), images
+
+
+def _render_rows(
+  records: list[Record], rows: Sequence[Any]
+) -> tuple[str, dict[str, bytes]]:
+  """Forms the page of an ablation: cells of all runs, by the last plan."""
+  from experiments import cell_rows, figures
+
+  plan = cell_rows.plan(records)
+  assert plan is not None
+  images: dict[str, bytes] = {}
+  by_cell = cell_rows.requests(records)
+  keys = dict.fromkeys(row['cell'] for row in rows)
+  requests = traces(r for key in keys for r in by_cell.get(key, ()))
+  drawn = [
+    _drawn(one, f'{one.name}.png', images)
+    for one in figures.draw_rows(rows, requests, plan['heatmaps'])
+  ]
+  last_run, _ = _last_run(records)
+  body = [
+    _head(requests),
+    *_summaries(last_run),
+    '<h2>Cells</h2>',
+    _table('Medians of every cell', *cell_rows.table(rows)),
+    _table(
+      'Every field that varies: medians over cells that differ in it alone',
+      *cell_rows.effects(rows),
+    ),
+    *_failures(records, plan),
+    *drawn,
+    _requests(requests),
+    *_origin(last_run, requests),
+  ]
+  return _PAGE.format(title='ablation', body='\n'.join(body)), images
+
+
+def _failures(records: list[Record], plan: Record) -> list[str]:
+  from experiments import cell_rows
+
+  ended = cell_rows.last(records)
+  lines = []
+  for cell in plan['cells']:
+    found = ended.get(cell['key'])
+    if found is None or 'error' in found:
+      error = 'not run yet' if found is None else found['error']
+      lines.append((cell_rows.label(cell['values']), error))
+  return [_table('Cells without a result', ('cell', 'why'), lines)] * bool(
+    lines
+  )
 
 
 def traces(records: Iterable[Record]) -> list[Any]:
@@ -343,6 +390,17 @@ def _comparison(group: Sequence[Any]) -> str:
     words = f'{mode}, medians; n counts requests of all forms of decoding'
     parts.append(_table(words, header, rows))
   return '\n'.join(parts)
+
+
+def _drawn(drawn: Any, name: str, images: dict[str, bytes]) -> str:
+  """Saves a figure in `images`, and returns its part of the page."""
+  from experiments import drawing
+
+  png, svg = io.BytesIO(), io.BytesIO()
+  drawing.save(drawn, png, 'png')
+  drawing.save(drawn, svg, 'svg')
+  images[name] = png.getvalue()
+  return _figure(drawn, name, svg.getvalue())
 
 
 def _figure(drawn: Any, name: str, svg: bytes) -> str:

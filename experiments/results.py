@@ -17,7 +17,9 @@ from typing import Any
 from lynx_jax.timeline import Event
 
 FILE = 'results.jsonl'
-EQUIVALENCE = 'equivalence'  # name of an `event`
+# Names of an `event`.
+EQUIVALENCE = 'equivalence'
+PLAN, CELL = 'ablation', 'cell'
 
 # Of a `request` record. Times are seconds since the request's arrival on one
 # monotonic clock; what is not known is null, never 0.
@@ -165,6 +167,25 @@ def equivalence_record(prompt: str, **detail: Any) -> dict[str, Any]:
     **detail: version of the settings, prompt_tokens, and figures by name.
   """
   return _moment(EQUIVALENCE, prompt, detail)
+
+
+def plan_record(**detail: Any) -> dict[str, Any]:
+  """Builds the `event` record that says which cells an ablation has.
+
+  Args:
+    **detail: fields that vary, and cells in their order.
+  """
+  return _moment(PLAN, None, detail)
+
+
+def cell_record(key: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a cell of an ablation that was run.
+
+  Args:
+    key: identifies its settings.
+    **detail: rows of figures, or the error; requests, seconds, engines built.
+  """
+  return _moment(CELL, key, detail)
 
 
 def _moment(name: str, request: Any, detail: dict[str, Any]) -> dict[str, Any]:

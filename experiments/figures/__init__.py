@@ -10,7 +10,14 @@ from typing import Any
 
 from experiments import drawing, selection
 from experiments.drawing import Drawing
-from experiments.figures import acceptance, rate, timeline, tokens, ttft
+from experiments.figures import (
+  acceptance,
+  cells,
+  rate,
+  timeline,
+  tokens,
+  ttft,
+)
 from experiments.selection import Trace
 
 Record = Mapping[str, Any]
@@ -35,3 +42,22 @@ def draw(traces: Sequence[Trace], runs: Sequence[Record] = ()) -> list[Drawing]:
     found.append(acceptance.draw(traces, runs, styles))
     found.append(rate.draw(traces, styles))
   return [one for one in found if one is not None]
+
+
+def draw_rows(
+  rows: Sequence[Record], traces: Sequence[Trace], heatmaps: Sequence[str]
+) -> list[Drawing]:
+  """Draws every figure of an ablation for which there are data.
+
+  Args:
+    rows: of `cell_rows.rows`.
+    traces: requests behind them, for what is written under a figure.
+    heatmaps: figures of rows that are drawn over every two fields.
+  """
+  with drawing.look():
+    return [
+      *cells.draw_rows(rows, traces),
+      *cells.draw_rates(rows, traces),
+      *cells.draw_pareto(rows, traces),
+      *cells.draw_heatmaps(rows, traces, heatmaps),
+    ]
