@@ -23,7 +23,6 @@ from experiments import (
   config,
   display,
   prompts,
-  report,
   results,
   serving,
 )
@@ -38,6 +37,7 @@ from lynx_jax.config import (
 )
 from lynx_jax.engine import Form, Request
 
+RESUMES = True  # the report is of all runs in a folder
 _DENSE = TensorCodec(planes=())
 _BF16 = CodecConfig(k=_DENSE, v=_DENSE)
 
@@ -45,7 +45,7 @@ _BF16 = CodecConfig(k=_DENSE, v=_DENSE)
 def run(
   settings: Settings, writer: results.Writer, screen: display.Screen
 ) -> None:
-  """Runs what is missing of this shard, and draws the report of what there is.
+  """Runs what is missing of this shard, and writes summaries of what there is.
 
   A cell that fails is recorded with its error, and the others go on; another
   run tries it again.
@@ -66,7 +66,10 @@ def run(
   writer.write(
     results.plan_record(
       fields=[field for field, _ in everything[0].values],
-      cells=[{'key': c.key, 'values': dict(c.values)} for c in everything],
+      cells=[
+        {'key': c.key, 'name': c.name, 'values': dict(c.values)}
+        for c in everything
+      ],
       heatmaps=study.heatmaps,
     )
   )
@@ -85,10 +88,6 @@ def run(
   for record in cell_rows.summaries(records):
     writer.write(record)
   screen.grid('medians', *cell_rows.table(rows, cell_rows.BRIEF))
-  if rows:
-    with screen.step('drawing the report'):
-      page = report.write(writer.path.parent)
-    screen.note(f'report: {page}')
   if missing:
     raise cells.CellsMissing(
       f'{len(missing)} of {len(mine)} cells have no result, the first is '
@@ -99,6 +98,35 @@ def run(
         else f'{writer.path} says why; the same command tries again'
       )
     )
+
+
+def draw(records: Sequence[Mapping[str, Any]]) -> list[Any]:
+  """Returns the figures of a report; see `figures.draw_rows`."""
+  from experiments import figures, report
+
+  rows, planned = cell_rows.rows(records), cell_rows.plan(records)
+  requests = cell_rows.requests(records)
+  traces = report.traces(
+    itertools.chain.from_iterable(
+      requests.get(key, ()) for key in dict.fromkeys(r['cell'] for r in rows)
+    )
+  )
+  return figures.draw_rows(rows, traces, planned['heatmaps']) if planned else []
+
+
+def tables(records: Sequence[Mapping[str, Any]]) -> list[Any]:
+  """Returns caption, header and lines of every table of a report."""
+  rows, failed = cell_rows.rows(records), cell_rows.unfinished(records)
+  found = [
+    ('Medians of every cell', *cell_rows.table(rows)),
+    (
+      'Every field that varies: medians over cells that differ in it alone',
+      *cell_rows.effects(rows),
+    ),
+  ]
+  if failed:
+    found.append(('Cells without a result', ['cell', 'why'], failed))
+  return found
 
 
 def _run(

@@ -116,6 +116,17 @@ def finished(records: Iterable[Record]) -> dict[str, Mapping[str, Any]]:
   }
 
 
+def unfinished(records: Sequence[Record]) -> list[tuple[str, str]]:
+  """Returns the cells of the last plan without a result, and why."""
+  ended, planned = last(records), plan(records)
+  found = []
+  for cell in planned['cells'] if planned else ():
+    how = ended.get(cell['key'], {'error': 'not run yet'})
+    if 'error' in how:
+      found.append((cell['name'], how['error']))
+  return found
+
+
 def requests(records: Iterable[Record]) -> dict[str, list[Record]]:
   """Returns the requests of every cell by key: the last ones of each name.
 

@@ -54,7 +54,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
     The path of `report.html`.
 
   Raises:
-    ReportError: there are no records, or a line of them is broken.
+    ReportError: the records show nothing, or a line of them is broken.
     OSError: a file cannot be read or written.
   """
   folder = pathlib.Path(workdir)
@@ -69,6 +69,9 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
 def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   """Forms the page and its images; a pure function of the records.
 
+  A study of `studies.MODULES` draws its own figures, by `draw(records)` of its
+  module; it may have none. All others are of requests with their events.
+
   Args:
     records: as `results.read` yields them. A run begins with the event `run`
       (`results.run_record`); of several runs the last is shown.
@@ -77,14 +80,18 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
     The text of the page, and PNGs by file name.
 
   Raises:
-    ReportError: there is no request among them.
+    ReportError: there is nothing to show among them.
   """
-  from experiments import cell_rows, figures, selection
+  from experiments import figures, selection, studies
 
   everything = list(records)
   records, earlier = _last_run(everything)
-  if cell_rows.plan(records) and (rows := cell_rows.rows(everything)):
-    return _render_rows(everything, rows)
+  note = [_EARLIER.format(runs=earlier)] if earlier else []
+  study = _study(records)
+  if study in studies.MODULES:
+    if getattr(studies.load(study), 'RESUMES', False):
+      return _study_page(study, records, everything, [])
+    return _study_page(study, records, records, note)
   groups: dict[Any, list[selection.Trace]] = {}
   for trace in traces(records):
     groups.setdefault((trace['study'], trace['model']), []).append(trace)
@@ -100,65 +107,70 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
     for drawn in figures.draw(group, runs.get((study, model), ())):
       parts.append(_drawn(drawn, f'{prefix}{drawn.name}.png', images))
     parts.append(_requests(group))
-  everything = [trace for group in groups.values() for trace in group]
+  shown = [trace for group in groups.values() for trace in group]
   body = [
-    _head(everything),
+    _head(shown),
     *_summaries(records),
-    *([_EARLIER.format(runs=earlier)] if earlier else []),
+    *note,
     *parts,
-    *_origin(records, everything),
+    *_origin(records, shown),
   ]
   title = ', '.join(dict.fromkeys(str(study) for study, _ in groups))
   return _PAGE.format(title=_text(title), body='\n'.join(body)), images
 
 
-def _render_rows(
-  records: list[Record], rows: Sequence[Any]
+def _study(records: Iterable[Record]) -> Any:
+  """Returns the study that a run's config names; None without a run."""
+  for record in records:
+    if _is_event(record, 'run'):
+      return (record['detail'].get('config') or {}).get('study')
+  return None
+
+
+def _study_page(
+  study: str,
+  records: Sequence[Record],
+  drawn_from: Sequence[Record],
+  note: Sequence[str],
 ) -> tuple[str, dict[str, bytes]]:
-  """Forms the page of an ablation: cells of all runs, by the last plan."""
-  from experiments import cell_rows, figures
+  """Returns page and images of a study that draws its own figures.
 
-  plan = cell_rows.plan(records)
-  assert plan is not None
+  Args:
+    study: its name.
+    records: of the last run.
+    drawn_from: those that figures and tables are formed from.
+    note: what else is to be said.
+  """
+  from experiments import studies
+
+  module = studies.load(study)
+  summaries = _summaries(records)
+  if not summaries:
+    raise ReportError('there is no summary in the records; run a study first')
   images: dict[str, bytes] = {}
-  by_cell = cell_rows.requests(records)
-  keys = dict.fromkeys(row['cell'] for row in rows)
-  requests = traces(r for key in keys for r in by_cell.get(key, ()))
-  drawn = [
-    _drawn(one, f'{one.name}.png', images)
-    for one in figures.draw_rows(rows, requests, plan['heatmaps'])
-  ]
-  last_run, _ = _last_run(records)
+  figures = module.draw(drawn_from) if hasattr(module, 'draw') else []
+  tables = module.tables(drawn_from) if hasattr(module, 'tables') else []
   body = [
-    _head(requests),
-    *_summaries(last_run),
-    '<h2>Cells</h2>',
-    _table('Medians of every cell', *cell_rows.table(rows)),
-    _table(
-      'Every field that varies: medians over cells that differ in it alone',
-      *cell_rows.effects(rows),
-    ),
-    *_failures(records, plan),
-    *drawn,
-    _requests(requests),
-    *_origin(last_run, requests),
+    f'<h1>{_text(study.replace("_", " ").capitalize())}</h1>',
+    f'<p>{_text(studies.subject(module))}</p>',
+    *note,
+    *(_drawn(drawn, f'{drawn.name}.png', images) for drawn in figures),
+    *(_table(*table) for table in tables),
+    *summaries,
+    *_origin(records, ()),
   ]
-  return _PAGE.format(title='ablation', body='\n'.join(body)), images
+  return _PAGE.format(title=_text(study), body='\n'.join(body)), images
 
 
-def _failures(records: list[Record], plan: Record) -> list[str]:
-  from experiments import cell_rows
+def _drawn(drawn: Any, name: str, images: dict[str, bytes]) -> str:
+  """Returns the section of a figure, and adds its PNG to `images`."""
+  from experiments import drawing
 
-  ended = cell_rows.last(records)
-  lines = []
-  for cell in plan['cells']:
-    found = ended.get(cell['key'])
-    if found is None or 'error' in found:
-      error = 'not run yet' if found is None else found['error']
-      lines.append((cell_rows.label(cell['values']), error))
-  return [_table('Cells without a result', ('cell', 'why'), lines)] * bool(
-    lines
-  )
+  png, svg = io.BytesIO(), io.BytesIO()
+  drawing.save(drawn, png, 'png')
+  drawing.save(drawn, svg, 'svg')
+  images[name] = png.getvalue()
+  return _figure(drawn, name, svg.getvalue())
 
 
 def traces(records: Iterable[Record]) -> list[Any]:
@@ -390,17 +402,6 @@ def _comparison(group: Sequence[Any]) -> str:
     words = f'{mode}, medians; n counts requests of all forms of decoding'
     parts.append(_table(words, header, rows))
   return '\n'.join(parts)
-
-
-def _drawn(drawn: Any, name: str, images: dict[str, bytes]) -> str:
-  """Saves a figure in `images`, and returns its part of the page."""
-  from experiments import drawing
-
-  png, svg = io.BytesIO(), io.BytesIO()
-  drawing.save(drawn, png, 'png')
-  drawing.save(drawn, svg, 'svg')
-  images[name] = png.getvalue()
-  return _figure(drawn, name, svg.getvalue())
 
 
 def _figure(drawn: Any, name: str, svg: bytes) -> str:
