@@ -195,7 +195,7 @@ def _merge(
     taken = [key for key in found if key in wanted]
     for key in taken:
       for record in requests[key]:
-        writer.write(record)
+        writer.write(dict(record))
       writer.write(results.cell_record(key, **found[key]))
     wanted -= {*taken}
     screen.note(f'{folder}: {len(taken)} cells')
@@ -467,11 +467,12 @@ class _Work:
   def _share(self, result) -> float | None:
     """Returns the share of INT8; None where its step was not measured."""
     int8 = self.lines.get('int8')
-    if int8 is None or int8.engine.costs is None:
+    rate_gbps = self.settings.link.rate_gbps
+    if int8 is None or int8.engine.costs is None or rate_gbps is None:
       return None
     return timeline.share(
       int8.engine.wire.stream_bytes(result.prompt_tokens).total,
-      rate_gbps=self.settings.link.rate_gbps,
+      rate_gbps=rate_gbps,
       prefill_s=result.prefill_end_s,
       step_s=int8.engine.costs.plain_s,
     )

@@ -116,14 +116,14 @@ def finished(records: Iterable[Record]) -> dict[str, Mapping[str, Any]]:
   }
 
 
-def unfinished(records: Sequence[Record]) -> list[tuple[str, str]]:
+def unfinished(records: Sequence[Record]) -> list[list[str]]:
   """Returns the cells of the last plan without a result, and why."""
   ended, planned = last(records), plan(records)
   found = []
   for cell in planned['cells'] if planned else ():
     how = ended.get(cell['key'], {'error': 'not run yet'})
     if 'error' in how:
-      found.append((cell['name'], how['error']))
+      found.append([cell['name'], how['error']])
   return found
 
 

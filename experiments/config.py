@@ -20,6 +20,7 @@ from lynx_jax import config
 from lynx_jax.config import (
   CodecConfig,
   ConfigError,
+  Drafter,
   EngineConfig,
   LayerCodec,
   Order,
@@ -100,8 +101,10 @@ def base() -> ml_collections.ConfigDict:
         'draft_tokens': config_dict.placeholder(int),
         'backlog_tokens': library.backlog_tokens,
         'chunk_bytes': library.chunk_bytes,
-        # How Anchor and Residual share the link: anchor_first or interleaved.
+        # How the streams share the link: anchor_first, interleaved or layers.
         'order': library.order.value,
+        # What proposes tokens after arrival: anchor or prompt_lookup.
+        'drafter': library.drafter.value,
         'sharpen': library.sharpen,
         'layer_ready': library.layer_ready,
         # None: the best that can serve.
@@ -194,17 +197,37 @@ class SchemeKind:
     order: how its streams share the link; None takes that of the config.
     exact: it has an exact plane and, for that, no rotation; else it has what
       the config's codec has.
+    drafter: what proposes tokens after arrival; None takes that of the config.
+    codec: takes the place of the config's, if it has one.
   """
 
   planes: tuple[int, ...] | None
   order: Order | None = None
   exact: bool = False
+  drafter: Drafter | None = None
+  codec: CodecConfig | None = None
+
+
+# KIVI with 4 bits (arXiv:2402.02750): keys by channel, values by token, with
+# offsets, in groups of 32 tokens; 128 recent tokens stay as they are. A token's
+# values share their scale within a head, where KIVI has one for 32 channels.
+KIVI_4 = CodecConfig(
+  k=TensorCodec(planes=(4,)),
+  v=TensorCodec(planes=(4,), axis=config.Axis.TOKEN),
+  group=32,
+  sinks=0,
+  recent_tokens=128,
+)
 
 
 SCHEMES = {
   'bf16': SchemeKind(planes=()),
+  'bf16_layers': SchemeKind(planes=(), order=Order.LAYERS),
   'int8': SchemeKind(planes=(8,)),
+  'int8_layers': SchemeKind(planes=(8,), order=Order.LAYERS),
+  'int8_lookup': SchemeKind(planes=(8,), drafter=Drafter.PROMPT_LOOKUP),
   'int4': SchemeKind(planes=(4,)),
+  'kivi4': SchemeKind(planes=None, codec=KIVI_4),
   'lynx': SchemeKind(planes=None),
   'lynx_exact': SchemeKind(planes=None, exact=True),
   'interleaved': SchemeKind(planes=None, order=Order.INTERLEAVED),
@@ -219,11 +242,13 @@ class Scheme:
     name: in records and tables.
     codec: the nested code that travels.
     order: how its streams share the link.
+    drafter: what proposes tokens after arrival.
   """
 
   name: str
   codec: CodecConfig
   order: Order
+  drafter: Drafter
 
   @property
   def target(self) -> str:
@@ -235,7 +260,9 @@ class Scheme:
 
   @property
   def is_speculative(self) -> bool:
-    """Whether anything travels after the Anchor."""
+    """Whether it drafts: something follows the Anchor, or it looks up."""
+    if self.drafter is Drafter.PROMPT_LOOKUP:
+      return True
     tensors = [self.codec.k, self.codec.v]
     for layers in self.codec.layers:
       tensors += [layers.k, layers.v]
@@ -243,7 +270,9 @@ class Scheme:
 
   def engine(self, base_engine: EngineConfig) -> EngineConfig:
     """Returns the engine's config for this scheme."""
-    return dataclasses.replace(base_engine, order=self.order)
+    return dataclasses.replace(
+      base_engine, order=self.order, drafter=self.drafter
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -410,6 +439,7 @@ class Settings:
   modes: tuple[Mode, ...]
   repeats: int
   seed: int
+  codec: CodecConfig
   prompts: tuple[tuple[str, int], ...]
   output_tokens: int
   cpu_devices: int
@@ -475,7 +505,10 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     prompt_tokens=_positive('prompt_tokens', values.prompt_tokens),
     output_tokens=_positive('output_tokens', values.output_tokens),
     **values.engine.to_dict()
-    | {'order': _enum('engine.order', Order, values.engine.order)},
+    | {
+      'order': _enum('engine.order', Order, values.engine.order),
+      'drafter': _enum('engine.drafter', Drafter, values.engine.drafter),
+    },
   )
   codec = _codec(values.codec)
   require(
@@ -487,12 +520,13 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
   return Settings(
     study=values.study,
     schemes=tuple(
-      scheme(name, codec, engine.order)
+      scheme(name, codec, engine)
       for name in _names('scheme', values.scheme, SCHEMES)
     ),
     modes=tuple(Mode(name) for name in _names('mode', values.mode, modes)),
     repeats=values.repeats,
     seed=values.seed,
+    codec=codec,
     prompts=_prompts(values),
     output_tokens=values.output_tokens,
     cpu_devices=values.cpu_devices,
@@ -526,14 +560,15 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
 
 
 def scheme(
-  name: str, codec: CodecConfig, order: Order = Order.ANCHOR_FIRST
+  name: str, codec: CodecConfig, engine: EngineConfig | None = None
 ) -> Scheme:
-  """Returns the scheme `name` on the ground of the run's codec and order.
+  """Returns the scheme `name` on the ground of the run's codec and engine.
 
   A baseline keeps the codec's axes, rotation, group, sinks and recent tokens,
   and puts its own planes in every layer.
   """
-  kind = SCHEMES[name]
+  kind, engine = SCHEMES[name], engine or EngineConfig()
+  codec = kind.codec or codec
   if kind.planes is not None:
     codec = dataclasses.replace(
       codec,
@@ -544,7 +579,12 @@ def scheme(
     )
   if kind.exact:
     codec = dataclasses.replace(_unrotated(codec), exact=True)
-  return Scheme(name=name, codec=codec, order=kind.order or order)
+  return Scheme(
+    name=name,
+    codec=codec,
+    order=kind.order or engine.order,
+    drafter=kind.drafter or engine.drafter,
+  )
 
 
 def _unrotated(codec: Any) -> Any:

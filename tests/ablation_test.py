@@ -178,23 +178,9 @@ def test_compared_rows_differ_in_nothing_else():
   assert cell_rows.name(rows[1], usual) == 'int8, rate=2'
 
 
-FLAGS = (
-  '--config.prompt_tokens=192',
-  '--config.output_tokens=6',
-  '--config.engine.verify_rows=4',
-  '--config.acceptance.output_tokens=1',
-  '--config.acceptance.draft_tokens=2',
-  # A context of 8,192 tokens: the last cell fails.
-  '--config.ablation.cells=scheme=int8; scheme=int8 prompt_tokens=9000; '
-  'scheme=lynx',
-  '--config.ablation.axes=link.rate_gbps=0.05|0.1',
-)
-DONE, FAILED = 4, 2
-
-
 def _argv(workdir, *flags):
   config = '--config=configs/ablation_tiny.py'
-  return ['main', config, f'--workdir={workdir}', *FLAGS, *flags]
+  return ['main', config, f'--workdir={workdir}', *flags]
 
 
 def _records(workdir):
@@ -202,102 +188,174 @@ def _records(workdir):
   return [*results.read(file)] if file.exists() else []
 
 
-@pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-  """A run that was killed in its second cell, and then the same command."""
-  workdir = tmp_path_factory.mktemp('whole')
-  with pytest.MonkeyPatch.context() as patch:
-    patch.chdir(ROOT)
-    process = subprocess.Popen(
-      [sys.executable, '-m', 'experiments.main', *_argv(workdir)[1:]],
-      stdout=subprocess.DEVNULL,
-    )
-    until_s = time.monotonic() + 120
-    while not cell_rows.finished(_records(workdir)):
-      assert process.poll() is None
-      assert time.monotonic() < until_s
-      time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = _records(workdir)
-    patch.setattr(report, 'write', lambda _: None)
-    code = main.main(_argv(workdir))
-  return before, _records(workdir), code
-
-
-def test_a_killed_run_goes_on_without_repeating(whole):
-  before, records, _ = whole
-  done = {*cell_rows.finished(before)}
-  assert 1 <= len(done) < DONE
-  assert records[: len(before)] == before
-  again = [r['request'] for r in records[len(before) :] if _is_cell(r)]
-  assert len(again) == DONE + FAILED - len(done)
-  assert not done & {*again}
-  assert len(cell_rows.finished(records)) == DONE
-
-
 def _is_cell(record):
   return record['kind'] == 'event' and record['name'] == results.CELL
-
-
-def test_a_failed_cell_is_recorded_and_does_not_stop_the_rest(whole, tmp_path):
-  _, records, code = whole
-  assert code == cli.CELLS_MISSING
-  failed = [d for d in cell_rows.last(records).values() if 'error' in d]
-  assert len(failed) == FAILED
-  for detail in failed:
-    assert detail['error'].startswith('ConfigError: engine.prompt_tokens=9000')
-  assert _summaries(records)['cells_failed'] == FAILED
 
 
 def _summaries(records):
   return {r['name']: r['value'] for r in records if r['kind'] == 'summary'}
 
 
-def test_rows_hold_what_was_measured(whole):
-  rows = cell_rows.rows(whole[1])
-  assert [row['scheme'] for row in rows] == ['int8', 'int8', 'lynx', 'lynx']
-  for row in rows:
-    assert row['ttft_over_bound'] >= 1
-    assert row['n'] == 1
-  int8, lynx = rows[0], rows[2]
-  assert int8['equal_to_reference'] is None  # in plain form
-  assert lynx['equal_to_reference'] is True
-  assert lynx['bits_anchor'] < int8['bits_anchor'] == lynx['bits_total']
-  # Both read the same 8 bits; Lynx drafts on 4.
-  assert int8['kl_anchor'] == 0
-  assert int8['kl_target_from_bf16'] == lynx['kl_target_from_bf16'] > 0
-  assert lynx['kl_anchor_from_bf16'] > 4 * lynx['kl_target_from_bf16']
-  assert _summaries(whole[1])['recompiles_after_warmup'] == 0
-  assert _summaries(whole[1])['engines_made'] <= DONE
+GRID = (
+  '--config.ablation.cells=scheme=int8; seed=13; scheme=lynx',
+  '--config.ablation.axes=link.rate_gbps=0.05|0.1',
+)
+DONE, FAILED = 4, 2
 
 
-def test_merged_shards_are_the_whole(whole, tmp_path, monkeypatch):
+def measure(bench, cell):
+  """Takes the place of engines, for tests of everything around them."""
+  del bench
+  time.sleep(0.1)
+  settings = cell.settings
+  if settings.seed == 13:
+    raise MemoryError('13 are\ntoo many')
+  record = results.request_record(
+    request=f'{cell.key}/book/0',
+    prompt='book',
+    scheme=settings.schemes[0].name,
+    mode='serial',
+    model='tiny',
+    prompt_tokens=448,
+    link_gbps=settings.link.rate_gbps,
+    rtt_ms=1.0,
+    prefill_s=1.0,
+    split_s=0.0,
+    ttft_provisional_s=1 + 0.1 / settings.link.rate_gbps,
+    ttft_committed_s=1 + 0.2 / settings.link.rate_gbps,
+    bound_ttft_s=1 + 0.09 / settings.link.rate_gbps,
+    token_ids=[*cell.key.encode()],
+    drafted=4,
+    accepted=3,
+    equal_to_reference=True,
+  )
+  rows = cell_rows.measured([record], {})
+  return [record], {'rows': rows, 'recompiles': 0, 'engines': 1}
+
+
+_CODE = """
+import sys
+from experiments import ablation, main
+from tests import ablation_test
+ablation._Bench.measure = ablation_test.measure
+sys.exit(main.main({argv!r}))
+"""
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  """A process that was killed after its first cell, and the same command."""
+  workdir = tmp_path_factory.mktemp('whole')
+  argv = _argv(workdir, *GRID)
+  process = subprocess.Popen(
+    [sys.executable, '-c', _CODE.format(argv=argv)],
+    cwd=ROOT,
+    stdout=subprocess.DEVNULL,
+  )
+  until_s = time.monotonic() + 120
+  while not cell_rows.finished(_records(workdir)):
+    assert process.poll() is None
+    assert time.monotonic() < until_s
+    time.sleep(0.01)
+  process.send_signal(signal.SIGKILL)
+  process.wait()
+  before = _records(workdir)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.chdir(ROOT)
+    patch.setattr(ablation._Bench, 'measure', measure)
+    code = main.main(argv)
+  return before, _records(workdir), code, workdir
+
+
+def test_a_killed_run_goes_on_without_repeating(whole):
+  before, records, *_ = whole
+  done = {*cell_rows.finished(before)}
+  assert 1 <= len(done) < DONE
+  assert records[: len(before)] == before
+  again = [r['request'] for r in records[len(before) :] if _is_cell(r)]
+  assert len(again) == len({*again}) >= DONE - len(done)
+  assert not done & {*again}
+  assert len(cell_rows.finished(records)) == DONE
+
+
+def test_a_failed_cell_is_recorded_and_does_not_stop_the_rest(whole, capsys):
+  _, records, code, workdir = whole
+  assert code == cli.CELLS_MISSING
+  failed = [d for d in cell_rows.last(records).values() if 'error' in d]
+  assert [d['error'] for d in failed] == ['MemoryError: 13 are too many'] * 2
+  assert _summaries(records)['cells_failed'] == FAILED
+  page = (workdir / 'report.html').read_text(encoding='utf-8')
+  for word in ('Cells without a result', '13 are too many', 'TTFT / bound'):
+    assert word in page
+
+
+def test_merged_shards_are_the_whole(whole, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(ROOT)
+  monkeypatch.setattr(ablation._Bench, 'measure', measure)
+  monkeypatch.setattr(report, 'write', lambda _: None)
   parts = [tmp_path / 'a', tmp_path / 'b']
-  with monkeypatch.context() as quick:
-    quick.setattr(report, 'write', lambda _: None)
-    for i, part in enumerate(parts, 1):
-      main.main(_argv(part, f'--config.ablation.shard={i}/2'))
+  for i, part in enumerate(parts, 1):
+    main.main(_argv(part, *GRID, f'--config.ablation.shard={i}/2'))
+    assert len(cell_rows.last(_records(part))) == (DONE + FAILED) // 2
   merged = tmp_path / 'merged'
   flag = f'--config.ablation.merge={parts[0]},{parts[1]}'
-  code = main.main(_argv(merged, flag))
+  capsys.readouterr()
+  code = main.main(_argv(merged, *GRID, flag))
   assert code == cli.CELLS_MISSING  # those that fail
-  found = [
-    [(r['cell'], r['scheme'], r['kl_anchor'], r['bits_total']) for r in rows]
-    for rows in map(cell_rows.rows, (_records(merged), whole[1]))
-  ]
-  assert len(found[0]) == DONE
-  assert found[0] == found[1]
-  tokens = [
-    {k: [r['token_ids'] for r in v] for k, v in cell_rows.requests(rs).items()}
-    for rs in (_records(merged), whole[1])
-  ]
-  assert tokens[0] == tokens[1]
+  assert '2 of 6 cells have no result' in capsys.readouterr().err
+  assert cell_rows.rows(_records(merged)) == cell_rows.rows(whole[1])
+  assert cell_rows.requests(_records(merged)) == {
+    key: found
+    for key, found in cell_rows.requests(whole[1]).items()
+    if key in cell_rows.finished(whole[1])
+  }
   size = len(_records(merged))
-  monkeypatch.setattr(report, 'write', lambda _: None)
-  main.main(_argv(merged, flag))  # nothing is taken twice
-  assert sum(map(_is_cell, _records(merged)[size:])) == 0
-  page = (merged / 'report.html').read_text(encoding='utf-8')
-  for word in ('Cells without a result', 'TTFT / bound', 'bits_and_kl.png'):
-    assert word in page
+  main.main(_argv(merged, *GRID, flag))  # nothing is taken twice
+  assert not [*filter(_is_cell, _records(merged)[size:])]
+
+
+def test_a_folder_without_records_cannot_be_merged(
+  tmp_path, capsys, monkeypatch
+):
+  monkeypatch.chdir(ROOT)
+  flag = f'--config.ablation.merge={tmp_path / "none"}'
+  assert main.main(_argv(tmp_path, *GRID, flag)) == cli.USER_MISTAKE
+  assert f"{tmp_path / 'none' / results.FILE}': No such file" in (
+    capsys.readouterr().err
+  )
+
+
+def test_cells_measure_what_they_say(tmp_path, monkeypatch):
+  """Two rates on one engine; a prompt beyond the context of the model."""
+  monkeypatch.chdir(ROOT)
+  argv = _argv(
+    tmp_path,
+    '--config.scheme=lynx',
+    '--config.prompt_tokens=192',
+    '--config.output_tokens=6',
+    '--config.engine.verify_rows=4',
+    '--config.acceptance.output_tokens=1',
+    '--config.acceptance.draft_tokens=2',
+    '--config.ablation.cells=link.rate_gbps=0.05; link.rate_gbps=0.1; '
+    'prompt_tokens=9000',
+    '--config.ablation.axes=',
+  )
+  assert main.main(argv) == cli.CELLS_MISSING
+  records = _records(tmp_path)
+  (failed,) = [d for d in cell_rows.last(records).values() if 'error' in d]
+  assert failed['error'].startswith('ConfigError: engine.prompt_tokens=9000')
+  slow, fast = cell_rows.rows(records)
+  for row in (slow, fast):
+    assert row['ttft_over_bound'] >= 1
+    assert row['equal_to_reference'] is True
+    assert row['bits_anchor'] < row['bits_total']
+    # The text is that of bfloat16; all planes are nearer to it.
+    assert 0 < 4 * row['kl_target_from_bf16'] < row['kl_anchor_from_bf16']
+  assert slow['kl_anchor'] == fast['kl_anchor'] > 0
+  assert slow['bound_ttft_s'] - slow['prefill_s'] > 1.5 * (
+    fast['bound_ttft_s'] - fast['prefill_s']
+  )
+  found = _summaries(records)
+  assert found['engines_made'] == 1
+  assert found['recompiles_after_warmup'] == 0
+  assert found['equal_to_reference'] is True

@@ -15,7 +15,7 @@ from experiments import cell_rows, drawing
 from experiments.drawing import Drawing, Table
 from experiments.selection import Trace
 
-Row = Mapping[str, Any]
+Row = cell_rows.Row
 
 _ROWS = 48
 _LINES = 8  # in a figure; more cannot be told apart
