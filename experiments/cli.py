@@ -32,6 +32,7 @@ USER_MISTAKE = 2
 _STUDIES = {
   'codec_search': 'experiments.codec_search',
   'equivalence': 'experiments.equivalence',
+  'plan': 'experiments.plan',
 }
 PEER_LOST = 3
 _MOST_KEPT_BYTES = 1 << 30  # of compiled programs; the oldest go first

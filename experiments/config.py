@@ -161,6 +161,21 @@ def base() -> ml_collections.ConfigDict:
       # The equivalence study: how many prompts it cuts out of the texts, of how
       # many tokens at least, and how many of them one call measures (0: all).
       'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
+      # The plan: names of presets and slices, lengths of prompts, rates in
+      # Gbit/s and how many requests come, with commas between; every
+      # combination is predicted. Lengths are uniform within 1 ± spread of the
+      # one named; requests arrive at once, or at random so many a second.
+      # `records` is a measured latency study to be predicted first.
+      'plan': {
+        'records': '',
+        'models': 'Llama-3.1-8B',
+        'slices': 'v5e-8',
+        'prompt_tokens': '8192',
+        'link_gbps': '10',
+        'in_flight': '1',
+        'spread': 0.0,
+        'arrivals_per_s': 0.0,
+      },
     }
   )
 
@@ -344,6 +359,30 @@ class Equivalence:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """What the planner predicts; see `base`."""
+
+  records: str
+  models: tuple[str, ...]
+  slices: tuple[str, ...]
+  prompt_tokens: tuple[int, ...]
+  rates_gbps: tuple[float, ...]
+  in_flight: tuple[int, ...]
+  spread: float
+  arrivals_per_s: float
+
+  def __post_init__(self):
+    for name in ('models', 'slices', 'prompt_tokens', 'in_flight'):
+      require(bool(getattr(self, name)), f"plan.{name}='' must not be empty")
+    require(bool(self.rates_gbps), "plan.link_gbps='' must not be empty")
+    require(0 <= self.spread < 1, f'plan.spread={self.spread} must be in 0..1')
+    require(
+      0 <= self.arrivals_per_s < math.inf,
+      f'plan.arrivals_per_s={self.arrivals_per_s} must be 0 or more',
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
   """A whole run, checked: what `base` holds, in the library's types."""
 
@@ -372,6 +411,7 @@ class Settings:
   acceptance_tokens: int
   search: Search
   equivalence: Equivalence
+  plan: Plan
 
   def __post_init__(self):
     for name in (
@@ -461,6 +501,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
       drafted=values.search.drafted,
     ),
     equivalence=Equivalence(**values.equivalence.to_dict()),
+    plan=_plan(values.plan),
   )
 
 
@@ -646,6 +687,25 @@ def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
     recent_tokens=values.recent_tokens,
     exact=values.exact,
     layers=layer_codecs(values.layers, tensors),
+  )
+
+
+def _plan(values: ml_collections.ConfigDict) -> Plan:
+  def words(name: str) -> tuple[str, ...]:
+    return tuple(w.strip() for w in values[name].split(',') if w.strip())
+
+  def counts(name: str) -> tuple[int, ...]:
+    return tuple(map(int, _numbers(f'plan.{name}', values[name], least=1)))
+
+  return Plan(
+    records=values.records,
+    models=words('models'),
+    slices=words('slices'),
+    prompt_tokens=counts('prompt_tokens'),
+    rates_gbps=_numbers('plan.link_gbps', values.link_gbps),
+    in_flight=counts('in_flight'),
+    spread=values.spread,
+    arrivals_per_s=values.arrivals_per_s,
   )
 
 
