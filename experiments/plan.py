@@ -18,7 +18,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from experiments import calibrate, config, display, planner, results
+from experiments import calibrate, config, display, drawing, planner, results
 from lynx_jax.config import ModelConfig, require
 from lynx_jax.engine import Mode
 from lynx_jax.models import presets
@@ -92,6 +92,12 @@ def run(
     OSError: the records cannot be read.
   """
   plan = settings.plan
+  for name in plan.slices:
+    require(
+      name in SLICES,
+      f'plan.slices={name!r} must be one of {", ".join(SLICES)}',
+    )
+  models = [*map(_model, plan.models)]
   if plan.records:
     with screen.step(f'predicting the requests of {plan.records}'):
       compared = compare(_last_run(list(results.read(plan.records))))
@@ -102,7 +108,7 @@ def run(
       screen.note(f'{summary["name"]} {summary["value"]:.3f}')
   cells = list(
     itertools.product(
-      map(_model, plan.models),
+      models,
       plan.slices,
       plan.prompt_tokens,
       plan.rates_gbps,
@@ -141,6 +147,13 @@ def _cell_name(model, slice_name, prompt_tokens, rate_gbps, in_flight) -> str:
   return (
     f'{model.name}/{slice_name}/{prompt_tokens}/{rate_gbps:g}Gbps/{in_flight}'
   )
+
+
+def draw(records: Sequence[Record]) -> list[drawing.Drawing]:
+  """Draws the figures of the report."""
+  from experiments.figures import plan
+
+  return plan.draw(records)
 
 
 # --- What computing costs -----------------------------------------------------
