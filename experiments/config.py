@@ -44,7 +44,8 @@ def base() -> ml_collections.ConfigDict:
     {
       # Name of the study in records.
       'study': 'demo',
-      # One name of SCHEMES, or several with commas between.
+      # One name of SCHEMES, or several with commas between; or auto, what the
+      # planner advises for the link and the costs measured at the start.
       'scheme': 'bf16,int8,int4,lynx,interleaved',
       # serial, overlapped, or both with a comma between.
       'mode': 'serial',
@@ -204,6 +205,11 @@ SCHEMES = {
   'lynx_exact': SchemeKind(planes=None, exact=True),
   'interleaved': SchemeKind(planes=None, order=Order.INTERLEAVED),
 }
+
+
+# Those whose output is that of 8 bits or better, the most faithful first.
+FAITHFUL = ('bf16', 'int8', 'lynx')
+_AUTO = 'auto'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -384,9 +390,13 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """A whole run, checked: what `base` holds, in the library's types."""
+  """A whole run, checked: what `base` holds, in the library's types.
+
+  Where `auto` is set, `schemes` are those of which one is chosen.
+  """
 
   study: str
+  auto: bool
   schemes: tuple[Scheme, ...]
   modes: tuple[Mode, ...]
   repeats: int
@@ -464,10 +474,16 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     f'codec.group={codec.group}',
   )
   modes = [mode.value for mode in Mode]
+  names = _names('scheme', values.scheme, (*SCHEMES, _AUTO))
+  require(
+    _AUTO not in names or len(names) == 1,
+    f'scheme={values.scheme!r}: auto chooses one scheme; name no other beside',
+  )
   return Settings(
     study=values.study,
+    auto=names == (_AUTO,),
     schemes=tuple(
-      scheme(name, codec) for name in _names('scheme', values.scheme, SCHEMES)
+      scheme(name, codec) for name in (FAITHFUL if names == (_AUTO,) else names)
     ),
     modes=tuple(Mode(name) for name in _names('mode', values.mode, modes)),
     repeats=values.repeats,

@@ -129,9 +129,9 @@ def run(
           for r in records
           if r['ttft_provisional_s'] is not None
         }
-        if any(scheme in first_s for scheme in planner.FAITHFUL):
+        if any(scheme in first_s for scheme in config.FAITHFUL):
           advised[planner.best(first_s)] += 1
-  for scheme in planner.FAITHFUL:
+  for scheme in config.FAITHFUL:
     writer.write(
       results.summary_record(
         f'best_{scheme}',
@@ -491,12 +491,9 @@ def _fit(
   slope, first_s = np.polyfit(
     list(chunks), [statistics.median(s) for s in chunks.values()], 1
   )
-  step_s = statistics.median(steps)
-  return planner.Costs(
+  return dataclasses.replace(
+    planner.steady(0.0, statistics.median(steps)),
     chunk_s=lambda start: float(first_s + slope * start),
-    draft_s=lambda lengths: step_s,
-    verify_s=lambda lengths: step_s,
-    plain_s=lambda lengths: step_s,
   )
 
 

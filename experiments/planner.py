@@ -15,6 +15,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from experiments import config
 from lynx_jax import timeline
 from lynx_jax.config import require
 from lynx_jax.engine import Mode
@@ -42,6 +43,16 @@ class Costs:
   verify_s: Callable[[Sequence[int]], float]
   plain_s: Callable[[Sequence[int]], float]
   acceptance: float = 0.9
+
+
+def steady(chunk_s: float, step_s: float) -> Costs:
+  """Returns costs that depend on nothing: of a token chunk, and of any step."""
+  return Costs(
+    chunk_s=lambda start: chunk_s,
+    draft_s=lambda lengths: step_s,
+    verify_s=lambda lengths: step_s,
+    plain_s=lambda lengths: step_s,
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -414,30 +425,30 @@ class _Run:
     self._admit(now_s)
 
 
-# Schemes whose output is that of 8 bits or better, the most faithful first.
-FAITHFUL = ('bf16', 'int8', 'lynx')
 _ALIKE = 1.03  # ratio of times that a user does not tell apart
 
 
 def best(first_token_s: Mapping[str, float]) -> str:
   """Returns the scheme to send.
 
-  It is the fastest to the first token of decode among those of `FAITHFUL`; of
+  It is the fastest to the first token of decode among `config.FAITHFUL`; of
   those within 3 % of it, the most faithful one, which is also the simplest.
 
   Args:
     first_token_s: provisional TTFT by scheme; others are passed over.
 
   Raises:
-    ConfigError: none of `FAITHFUL` is among them.
+    ConfigError: none of `config.FAITHFUL` is among them.
   """
   known = {
-    name: first_token_s[name] for name in FAITHFUL if name in first_token_s
+    name: first_token_s[name]
+    for name in config.FAITHFUL
+    if name in first_token_s
   }
   require(
     bool(known),
     f'of the schemes {", ".join(first_token_s) or "(none)"} none can be '
-    f'advised; add one of {", ".join(FAITHFUL)}',
+    f'advised; add one of {", ".join(config.FAITHFUL)}',
   )
   least = min(known.values())
   return next(name for name, s in known.items() if s <= _ALIKE * least)

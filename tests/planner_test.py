@@ -3,13 +3,23 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configs import plan as configured
-from experiments import cli, config, plan, planner, report, results
+from experiments import (
+  cli,
+  config,
+  display,
+  latency,
+  plan,
+  planner,
+  report,
+  results,
+)
 from lynx_jax import timeline
 from lynx_jax.config import ConfigError, EngineConfig
 from lynx_jax.engine import Mode
@@ -173,6 +183,47 @@ def test_advice(first_s, advice):
 def test_int4_alone_is_never_advised():
   with pytest.raises(ConfigError, match='int4'):
     planner.best({'int4': 1.0})
+
+
+@pytest.mark.parametrize(
+  ('rate_gbps', 'mode', 'advice'),
+  [
+    (0.01, 'serial', 'lynx'),
+    (100.0, 'serial', 'bf16'),
+    # All is hidden behind prefill but the last token chunk.
+    (0.5, 'overlapped', 'bf16'),
+  ],
+)
+def test_auto_follows_the_link(rate_gbps, mode, advice, capsys):
+  values = config.base()
+  values.scheme, values.mode = 'auto', mode
+  settings = config.settings(values)
+  assert settings.auto
+  case = latency._Case(
+    prompt='book',
+    rate_gbps=1.0,  # what the user believes
+    rtt_ms=0.0,
+    int8_bytes=1,
+    prefill_s=2.0,
+    seen_gbps=rate_gbps,
+  )
+  with display.screen() as screen:
+    chosen = latency._advised(
+      settings,
+      types.SimpleNamespace(config=MODEL),
+      {'book': [0] * 1984},
+      latency._Plan(cases=(case,), engine=ENGINE, int8_step_s=STEP_S),
+      screen,
+    )
+  assert chosen.name == advice
+  assert f'scheme=auto takes {advice}' in capsys.readouterr().out
+
+
+def test_auto_stands_alone():
+  values = config.base()
+  values.scheme = 'auto,lynx'
+  with pytest.raises(ConfigError, match='auto chooses one scheme'):
+    config.settings(values)
 
 
 def test_a_study_that_the_planner_made_itself_is_predicted():
