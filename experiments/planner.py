@@ -167,16 +167,17 @@ class _Slot:
 
   @property
   def drafts(self) -> bool:
-    """Whether the Anchor is here and the rest is not."""
+    """Whether the Anchor is here, and the rest is not or no draft was made."""
     return (
       self.token_1
+      and self.speculates
       and not self.missing[Stream.ANCHOR]
-      and self.missing[Stream.RESIDUAL] > 0
+      and (self.shown == 1 or self.missing[Stream.RESIDUAL] > 0)
     )
 
   @property
   def decodes(self) -> bool:
-    return self.token_1 and not any(self.missing.values())
+    return self.token_1 and not any(self.missing.values()) and not self.drafts
 
 
 class _Run:

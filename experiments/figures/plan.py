@@ -16,7 +16,11 @@ _ADVISED = {'bf16': 'white', 'int8': '#d9e6ef', 'lynx': '#f5c9a8'}
 
 def draw(records: Sequence[Record]) -> list[Drawing]:
   """Draws the comparison with a measured study, and a map a mode."""
-  compared = [r['detail'] for r in records if r.get('name') == 'compared']
+  compared = [
+    {'request': r['request'], **r['detail']}
+    for r in records
+    if r.get('name') == 'compared'
+  ]
   cells = [r for r in records if r['kind'] == 'request']
   found = [_scatter(compared)] if compared else []
   for mode in selection.MODES:
