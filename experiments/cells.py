@@ -120,6 +120,9 @@ def _cell(
     group[last] = value
   found = config.settings(changed)
   require(
+    not found.auto, 'scheme=auto is chosen by what others measure; name one'
+  )
+  require(
     found.link.rate_gbps is not None,
     'link.rate_gbps must be set or varied: the rate of a cell may not depend '
     'on what others measure',

@@ -16,6 +16,7 @@ MODULES = {
   'ablation': 'experiments.ablation',
   'codec_search': 'experiments.codec_search',
   'equivalence': 'experiments.equivalence',
+  'plan': 'experiments.plan',
 }
 
 
