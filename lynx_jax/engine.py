@@ -37,6 +37,7 @@ from lynx_jax.config import (
   CodecConfig,
   Drafter,
   EngineConfig,
+  Order,
   Target,
   check_together,
   layer_ranges,
@@ -668,10 +669,10 @@ class Engine:
   def _advance(self, entry: _Entry) -> None:
     """Starts a slot whose Anchor is there, or ends its drafting."""
     if entry.result.state is State.RECEIVING:
-      progress = entry.progress
-      if entry.token is None or not (
-        progress.anchor_complete or progress.layer_groups
-      ):
+      ready = entry.progress.anchor_complete
+      if self.config.order is Order.LAYERS:
+        ready = entry.progress.layer_groups > 0
+      if entry.token is None or not ready:
         return
       assert entry.slot is not None
       self._start(
