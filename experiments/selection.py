@@ -43,7 +43,7 @@ class Trace:
   def is_speculative(self) -> bool:
     """Whether it drafts on a part of the cache."""
     return bool(
-      self['bytes_residual'] or self['drafted'] or self.spans('residual')
+      self['bytes_residual'] or self.spans('residual') or self.spans('draft')
     )
 
   @property
