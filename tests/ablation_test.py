@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An ablation runs every cell once, whatever ends it, and merges its parts."""
 
+import functools
 import pathlib
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from configs import ablation as configured
 from configs import ablation_tiny
 from experiments import ablation, cell_rows, cells, cli, main, report, results
 from lynx_jax.config import ConfigError, Order
+from lynx_jax.models import presets
 
 ROOT = pathlib.Path(__file__).parents[1]
 # One run serves all tests of records here.
@@ -328,9 +330,12 @@ def test_a_folder_without_records_cannot_be_merged(
 def test_cells_measure_what_they_say(tmp_path, monkeypatch):
   """Two rates on one engine; a prompt beyond the context of the model."""
   monkeypatch.chdir(ROOT)
+  small = functools.partial(presets.tiny, layers=2, head_dim=16)
+  monkeypatch.setattr(presets, 'tiny', small)
   argv = _argv(
     tmp_path,
     '--config.scheme=lynx',
+    '--config.engine.layer_groups=2',
     '--config.prompt_tokens=192',
     '--config.output_tokens=6',
     '--config.engine.verify_rows=4',

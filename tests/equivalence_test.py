@@ -304,7 +304,9 @@ def test_the_exact_reference_is_that_of_bfloat16():
 
 
 @pytest.mark.parametrize('seed', range(4))
-@pytest.mark.parametrize('name', map(engines.in_one_worker, ('lynx', 'layers')))
+@pytest.mark.parametrize(
+  'name', [engines.in_one_worker('lynx'), engines.in_one_worker('layers')]
+)
 def test_a_verification_that_begins_early_commits_the_reference(name, seed):
   bench = engines.bench(name)
   lengths = [200, 150, 97, 200]

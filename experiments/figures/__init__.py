@@ -45,7 +45,7 @@ def draw(traces: Sequence[Trace], runs: Sequence[Record] = ()) -> list[Drawing]:
 
 
 def draw_rows(
-  rows: Sequence[Record], traces: Sequence[Trace], heatmaps: Sequence[str]
+  rows: Sequence[cells.Row], traces: Sequence[Trace], heatmaps: Sequence[str]
 ) -> list[Drawing]:
   """Draws every figure of an ablation for which there are data.
 
