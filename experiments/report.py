@@ -58,7 +58,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
     OSError: a file cannot be read or written.
   """
   folder = pathlib.Path(workdir)
-  page, images = render(_read(folder / results.FILE))
+  page, images = render(read(folder / results.FILE))
   for name, data in images.items():
     _replace(folder / name, data)
   path = folder / FILE
@@ -79,13 +79,11 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   Raises:
     ReportError: there is no request among them.
   """
-  from experiments import drawing, figures, selection
+  from experiments import drawing, figures
 
-  records, earlier = _last_run(list(records))
-  groups: dict[Any, list[selection.Trace]] = {}
-  for trace in traces(records):
-    groups.setdefault((trace['study'], trace['model']), []).append(trace)
-  runs = _acceptance_runs(records)
+  records, earlier = last_run(list(records))
+  groups = grouped(records)
+  runs = acceptance_runs(records)
   if not groups:
     raise ReportError('there is no request in the records; run a study first')
   images: dict[str, bytes] = {}
@@ -114,6 +112,14 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   return _PAGE.format(title=_text(title), body='\n'.join(body)), images
 
 
+def grouped(records: Iterable[Record]) -> dict[Any, list[Any]]:
+  """Returns the traces of every (study, model)."""
+  groups: dict[Any, list[Any]] = {}
+  for trace in traces(records):
+    groups.setdefault((trace['study'], trace['model']), []).append(trace)
+  return groups
+
+
 def traces(records: Iterable[Record]) -> list[Any]:
   """Puts requests together with their events.
 
@@ -139,7 +145,7 @@ def traces(records: Iterable[Record]) -> list[Any]:
   return [selection.Trace(record, tuple(events)) for record, events in found]
 
 
-def _acceptance_runs(records: Iterable[Record]) -> dict[Any, list[Record]]:
+def acceptance_runs(records: Iterable[Record]) -> dict[Any, list[Record]]:
   """Returns acceptance runs by the study and model that they belong to."""
   found: dict[Any, list[Record]] = {}
   key: Any = None
@@ -151,7 +157,7 @@ def _acceptance_runs(records: Iterable[Record]) -> dict[Any, list[Record]]:
   return found
 
 
-def _last_run(records: list[Record]) -> tuple[list[Record], int]:
+def last_run(records: list[Record]) -> tuple[list[Record], int]:
   """Returns the records of the last run, and how many runs come before it."""
   starts = [i for i, r in enumerate(records) if _is_event(r, 'run')]
   if not starts:
@@ -163,8 +169,13 @@ def _is_event(record: Record, name: str) -> bool:
   return record.get('kind') == 'event' and record.get('name') == name
 
 
-def _read(path: pathlib.Path) -> list[Record]:
-  """Returns the records; a last line that is being written is left out."""
+def read(path: pathlib.Path) -> list[Record]:
+  """Returns the records of a file; a line that is being written is left out.
+
+  Raises:
+    ReportError: a line is no JSON.
+    OSError: the file cannot be read.
+  """
   records: list[Record] = []
   try:
     for record in results.read(path):
