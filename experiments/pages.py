@@ -188,15 +188,9 @@ def draw(study: str) -> dict[str, bytes]:
   Raises:
     PageError: the records do not hold what a figure needs.
   """
-  from experiments import drawing, figures
+  from experiments import drawing
 
-  records = records_of(study)
-  runs = report.acceptance_runs(records)
-  drawn = {
-    one.name: one
-    for key, group in report.grouped(records).items()
-    for one in figures.draw(group, runs.get(key, ()))
-  }
+  drawn = {one.name: one for one in report.drawings(records_of(study))}
   found = {}
   for file, name in STUDIES[study].figures.items():
     if name not in drawn:
