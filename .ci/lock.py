@@ -18,7 +18,7 @@ RUN_HEADER = f"""{SPDX}\
 """
 TEST_HEADER = f"""{SPDX}\
 # What `make test` installs besides: the extras test, notebook and tpu (libtpu
-# compiles the kernels for TPUs on a machine that has none). Made by `make lock`.
+# compiles the kernels for TPUs on a machine without one). Made by `make lock`.
 -r requirements.lock
 """
 PLATFORM = (

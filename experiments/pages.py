@@ -195,9 +195,7 @@ def draw(study: str) -> dict[str, bytes]:
   for file, name in STUDIES[study].figures.items():
     if name not in drawn:
       raise PageError(f'the records of {study} do not hold the figure {name}')
-    png = io.BytesIO()
-    drawing.save(drawn[name], png, 'png')
-    found[file] = png.getvalue()
+    found[file] = drawing.png(drawn[name])
   return found
 
 

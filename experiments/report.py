@@ -172,10 +172,9 @@ def _drawn(drawn: Any, name: str, images: dict[str, bytes]) -> str:
   """Returns the section of a figure, and adds its PNG to `images`."""
   from experiments import drawing
 
-  png, svg = io.BytesIO(), io.BytesIO()
-  drawing.save(drawn, png, 'png')
+  svg = io.BytesIO()
+  images[name] = drawing.png(drawn)
   drawing.save(drawn, svg, 'svg')
-  images[name] = png.getvalue()
   return _figure(drawn, name, svg.getvalue())
 
 
