@@ -112,7 +112,7 @@ def take(workdir: pathlib.Path) -> pathlib.Path:
   Raises:
     PageError: no study of that name.
   """
-  name = workdir.resolve().name
+  name = workdir.absolute().name
   if name not in STUDIES:
     raise PageError(
       f'--take={workdir}: the folder must be named {" or ".join(STUDIES)}, '
@@ -209,6 +209,8 @@ _TIED = re.compile(
 _NUMBER = re.compile(
   r'(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?:\s*(%|Mbit/s|MB)(?!\w))?'
 )
+_OF_REQUESTS = {'min': min, 'max': max, 'median': statistics.median}
+_PARTS = ('low', 'high', 'n', *_OF_REQUESTS)
 _FACTORS = {'%': 100.0, 'Mbit/s': 1e3, 'MB': 1e-6}  # of gbps, and of bytes
 
 
@@ -271,19 +273,20 @@ def lookup(name: str, study: str) -> float | None:
   if slash:
     study, name = other, rest
   records = records_of(study)
-  name, _, part = name.partition('.')
-  if part in ('min', 'max', 'median'):
+  part = name.rpartition('.')[2]
+  if part in _PARTS:
+    name = name.removesuffix(f'.{part}')
+  if part in _OF_REQUESTS:
     known = [
       record[name]
       for record in records
       if record['kind'] == 'request' and record.get(name) is not None
     ]
-    how = {'min': min, 'max': max, 'median': statistics.median}[part]
     if known:
-      return float(how(known))
+      return float(_OF_REQUESTS[part](known))
   for record in reversed(records):
     if record['kind'] == 'summary' and record['name'] == name:
-      value = record[part or 'value']
+      value = record[part if part in _PARTS else 'value']
       return None if value is None else float(value)
   raise PageError(f'the records of {study} have no figure {name!r}')
 

@@ -90,7 +90,7 @@ def draw(traces: Sequence[Trace]) -> Drawing | None:
 def _draw(trace: Trace, pieces: Sequence[str]) -> Drawing:
   everything = steps_of(trace)
   steps, pieces = everything[:_MOST_STEPS], pieces[:_MOST_TOKENS]
-  top_in, bottom_in, left_in = 0.85, 0.62, 1.75
+  top_in, bottom_in, left_in = 0.85, 0.3, 1.8
   height_in = top_in + bottom_in + _ROW_IN * len(steps)
   figure = Figure((drawing.WIDTH_IN, height_in))
   axes = figure.add_axes(
@@ -119,15 +119,15 @@ def _draw(trace: Trace, pieces: Sequence[str]) -> Drawing:
   for row, step in enumerate(steps):
     _draw_step(axes, step, row, len(pieces))
     for x, text, weight in (
-      (-1.62, f'{step.at_s - start:.2f} s', 'normal'),
-      (-1.22, _words(step), 'bold' if step.name == 'verify' else 'normal'),
+      (-1.46, f'{step.at_s - start:.2f} s', 'normal'),
+      (-1.4, _words(step), 'bold' if step.name == 'verify' else 'normal'),
     ):
       axes.annotate(
         text,
         (0, row + 0.5),
         (72 * x, 0),
         textcoords='offset points',
-        ha='right' if x < -1.5 else 'left',
+        ha='right' if x < -1.45 else 'left',
         va='center',
         fontsize=6.0,
         weight=weight,
@@ -250,7 +250,7 @@ def _words(step: Step) -> str:
   drafted = step.accepted + step.rejected
   if not drafted:
     return 'verify: 1 token of its own'
-  return f'verify: {step.accepted} of {drafted} accepted, + {step.own}'
+  return f'verify: {step.accepted} of {drafted} accepted, +{step.own}'
 
 
 def _shown(piece: str) -> Any:
