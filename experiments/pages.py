@@ -33,7 +33,7 @@ import pathlib
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments import report, results
@@ -51,12 +51,12 @@ class Study:
 
   Attributes:
     command: makes them.
-    minutes: what that takes on 2 CPU cores, after set-up.
+    minutes: what that takes on 2 CPU cores, after set-up; None was not timed.
     figures: file in docs/figures → name of the drawing.
   """
 
   command: str
-  minutes: int
+  minutes: int | None
   figures: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -71,7 +71,7 @@ STUDIES = {
   ),
   'latency': Study(
     command='make latency',
-    minutes=25,
+    minutes=17,
     figures={'ttft.png': 'ttft', 'acceptance.png': 'acceptance'},
   ),
   'notebook': Study(
@@ -82,7 +82,7 @@ STUDIES = {
   'sampling': Study(
     command='.venv/bin/python -m experiments.sampling_study '
     '--workdir=runs/sampling',
-    minutes=30,
+    minutes=None,
   ),
   'transport': Study(command='make transport-study', minutes=20),
 }
@@ -209,7 +209,11 @@ _TIED = re.compile(
 _NUMBER = re.compile(
   r'(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?:\s*(%|Mbit/s|MB)(?!\w))?'
 )
-_OF_REQUESTS = {'min': min, 'max': max, 'median': statistics.median}
+_OF_REQUESTS: dict[str, Callable[[list[float]], float]] = {
+  'min': min,
+  'max': max,
+  'median': statistics.median,
+}
 _PARTS = ('low', 'high', 'n', *_OF_REQUESTS)
 _FACTORS = {'%': 100.0, 'Mbit/s': 1e3, 'MB': 1e-6}  # of gbps, and of bytes
 
@@ -350,14 +354,23 @@ def _studies() -> str:
     used = [
       path.name
       for path in pages()
-      if f'<!-- figures {name}: ' in (text := path.read_text(encoding='utf-8'))
-      or f'<!-- generated: table {name} ' in text
+      if _cites(path.read_text(encoding='utf-8'), name)
     ]
+    minutes = '–' if study.minutes is None else str(study.minutes)
     lines.append(
-      f'| `{study.command}` | {study.minutes} | {figures or "–"} | '
+      f'| `{study.command}` | {minutes} | {figures or "–"} | '
       f'{", ".join(used) or "–"} | `docs/records/{name}.jsonl` |'
     )
   return '\n'.join(lines)
+
+
+def _cites(text: str, study: str) -> bool:
+  """Whether a page has a number or a table of a study."""
+  tied = {match['study'] for match in _TIED.finditer(text)}
+  made = {
+    match['words'].split()[1:2] == [study] for match in _BLOCK.finditer(text)
+  }
+  return study in tied or True in made
 
 
 # --- The command line ---------------------------------------------------------

@@ -121,9 +121,10 @@ def _comments_of_base() -> dict[str, str]:
     for key, value in zip(node.keys, node.values, strict=True):
       if not isinstance(key, ast.Constant):
         continue
-      name = f'{path}{key.value}'
+      leaf = str(key.value)
+      name = f'{path}{leaf}'
       above: list[str] = []
-      if lines[key.lineno - 1].lstrip().startswith(f"'{key.value}'"):
+      if lines[key.lineno - 1].lstrip().startswith(f"'{leaf}'"):
         for line in reversed(lines[: key.lineno - 1]):
           if not line.strip().startswith('#'):
             break
@@ -187,7 +188,7 @@ def _option(call: ast.Call) -> str | None:
   if 'action' in more:
     return f'`{text}`'
   if isinstance(default, ast.Constant) and default.value not in (None, ''):
-    return f'`{text}={default.value}`'
+    return f'`{text}={default.value!s}`'
   return f'`{text}=…`'
 
 
