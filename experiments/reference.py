@@ -39,8 +39,13 @@ def configuration() -> str:
 
 
 def undocumented() -> list[str]:
-  """Returns the fields that say nothing of themselves."""
-  found = [name for name, _, text in _fields() if not text]
+  """Returns the fields of which neither they nor their group say anything."""
+  comments = _comments_of_base()
+  found = [
+    name
+    for name, _, text in _fields()
+    if not text and not comments.get(name.rpartition('.')[0])
+  ]
   for kind in _LIBRARY:
     found += [
       f'{kind.__name__}.{name}' for name, _, text in _members(kind) if not text
