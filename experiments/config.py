@@ -191,7 +191,7 @@ def base() -> ml_collections.ConfigDict:
       'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
       # The plan predicts every combination of what has commas between.
       'plan': {
-        # The folder of a measured latency study, to be predicted first.
+        # The results.jsonl of a measured latency study, to be predicted first.
         'records': '',
         # Names of presets.
         'models': 'Llama-3.1-8B',
