@@ -716,16 +716,19 @@ def _enum(field: str, kind: type[enum.Enum], value: str) -> Any:
 
 
 def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
-  tensors = {
-    name: TensorCodec(
-      planes=planes(f'codec.{name}', values[name]),
-      axis=_enum(f'codec.{name}_axis', config.Axis, values[f'{name}_axis']),
-      rotation=_enum(
-        f'codec.{name}_rotation', config.Rotation, values[f'{name}_rotation']
-      ),
-    )
-    for name in 'kv'
-  }
+  tensors = {}
+  for name in 'kv':
+    try:
+      tensors[name] = TensorCodec(
+        planes=planes(f'codec.{name}', values[name]),
+        axis=_enum(f'codec.{name}_axis', config.Axis, values[f'{name}_axis']),
+        rotation=_enum(
+          f'codec.{name}_rotation', config.Rotation, values[f'{name}_rotation']
+        ),
+      )
+    except ConfigError as error:
+      field = '' if str(error).startswith('codec.') else f'codec.{name}: '
+      raise ConfigError(f'{field}{error}') from None
   return CodecConfig(
     k=tensors['k'],
     v=tensors['v'],
