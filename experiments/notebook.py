@@ -57,6 +57,7 @@ def execute(workdir: pathlib.Path) -> float:
   """
   import nbclient
   import nbformat
+  import traitlets.config
   from nbclient.exceptions import CellExecutionError
 
   workdir.mkdir(parents=True, exist_ok=True)
@@ -67,6 +68,8 @@ def execute(workdir: pathlib.Path) -> float:
     notebook,
     timeout=_LONGEST_CELL_S,
     kernel_name='python3',
+    # Over TCP anybody on this machine could read it.
+    config=traitlets.config.Config({'KernelManager': {'transport': 'ipc'}}),
     resources={'metadata': {'path': str(ROOT)}},
   )
   start_s = time.monotonic()

@@ -136,19 +136,13 @@ def take(workdir: pathlib.Path) -> pathlib.Path:
 def _in_timelines(records: Sequence[Record], study: Study) -> set[Any]:
   from experiments import selection
 
-  found = set()
+  names, found = study.figures.values(), set()
   for group in report.grouped(records).values():
     alike = selection.setting(group)
     for mode in selection.modes(alike):
-      if f'timeline_{mode}' in study.figures.values() or 'steps' in (
-        study.figures.values()
-      ):
-        found |= {
-          trace['request']
-          for trace in selection.one_request_each(
-            [t for t in alike if t['mode'] == mode]
-          )
-        }
+      if f'timeline_{mode}' in names or 'steps' in names:
+        mine = [trace for trace in alike if trace['mode'] == mode]
+        found |= {t['request'] for t in selection.one_request_each(mine)}
   return found
 
 
