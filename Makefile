@@ -6,6 +6,9 @@
 #   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
+#   make notebook  executes experiments/lynx_colab.ipynb (2 minutes)
+#   make figures   redraws the figures of README and docs, compares numbers
+#   make docs      writes what is generated in README and docs
 #   make test      lint, types and the whole test suite
 #   make lint      ruff and mypy alone
 #   make format    let ruff rewrite the files
@@ -41,9 +44,11 @@ LATENCY_DIR ?= runs/latency
 PLAN_DIR ?= runs/plan
 EQUIVALENCE_DIR ?= runs/equivalence
 TRANSPORT_DIR ?= runs/transport
+NOTEBOOK_DIR ?= runs/notebook
 TEST_ARGS ?= -n 2
 
 .PHONY: help demo latency plan equivalence-study transport-study test lint format lock clean setup setup-test
+.PHONY: notebook figures docs
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -63,6 +68,15 @@ equivalence-study: $(STAMPS)/run
 
 transport-study: $(STAMPS)/run
 	$(RUN) -m experiments.transport_study --workdir='$(TRANSPORT_DIR)'
+
+notebook: $(STAMPS)/test
+	$(RUN) -m experiments.notebook --workdir='$(NOTEBOOK_DIR)'
+
+figures: $(STAMPS)/run
+	$(RUN) -m experiments.pages
+
+docs: $(STAMPS)/run
+	$(RUN) -m experiments.pages --write
 
 test: lint
 	$(RUN) -m pytest $(TEST_ARGS)

