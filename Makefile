@@ -4,6 +4,7 @@
 #   make demo      the main job on a real model, with a table at the end
 #   make latency   the latency study: five prompts, both modes (25 minutes)
 #   make equivalence-study  24 prompts on which output must be equal
+#   make fidelity  how far each scheme's output is from bf16's (15 minutes)
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
 #   make test      lint, types and the whole test suite
 #   make lint      ruff and mypy alone
@@ -38,10 +39,11 @@ STAMPS := .venv/stamps
 DEMO_DIR ?= runs/demo
 LATENCY_DIR ?= runs/latency
 EQUIVALENCE_DIR ?= runs/equivalence
+FIDELITY_DIR ?= runs/fidelity
 TRANSPORT_DIR ?= runs/transport
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency equivalence-study transport-study test lint format lock clean setup setup-test
+.PHONY: help demo latency equivalence-study fidelity transport-study test lint format lock clean setup setup-test
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -55,6 +57,10 @@ latency: $(STAMPS)/run
 equivalence-study: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/equivalence.py \
 	  --workdir='$(EQUIVALENCE_DIR)'
+
+fidelity: $(STAMPS)/run
+	$(RUN) -m experiments.main --config=configs/fidelity.py \
+	  --workdir='$(FIDELITY_DIR)'
 
 transport-study: $(STAMPS)/run
 	$(RUN) -m experiments.transport_study --workdir='$(TRANSPORT_DIR)'

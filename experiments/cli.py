@@ -28,11 +28,13 @@ Study = Callable[[config.Settings, results.Writer, display.Screen], None]
 
 USER_MISTAKE = 2
 # Studies by their names in the config, each a module with `run`. They have no
-# second process, and no requests to draw. Any other name is a latency study.
+# second process. Any other name is a latency study.
 _STUDIES = {
   'codec_search': 'experiments.codec_search',
   'equivalence': 'experiments.equivalence',
+  'fidelity': 'experiments.fidelity_study',
 }
+_NOT_DRAWN = ('codec_search', 'equivalence')  # they have no requests
 PEER_LOST = 3
 _MOST_KEPT_BYTES = 1 << 30  # of compiled programs; the oldest go first
 _EXAMPLE = '--config=configs/demo.py --workdir=runs/demo'
@@ -118,7 +120,7 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
     if study is None:
       study = _named_study(settings, role, argv)
     study(settings, writer, screen)
-    if settings.study in _STUDIES:
+    if settings.study in _NOT_DRAWN:
       return 0
     with screen.step('drawing the report'):
       from experiments import report

@@ -101,10 +101,12 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
       drawing.save(drawn, svg, 'svg')
       images[name] = png.getvalue()
       parts.append(_figure(drawn, name, svg.getvalue()))
-    parts.append(_requests(group))
+    outputs = [trace for trace in group if trace['fidelity']]
+    parts.append(_outputs(outputs) if outputs else _requests(group))
   everything = [trace for group in groups.values() for trace in group]
   body = [
     _head(everything),
+    *_limits(records),
     *_summaries(records),
     *([_EARLIER.format(runs=earlier)] if earlier else []),
     *parts,
@@ -156,7 +158,21 @@ def _last_run(records: list[Record]) -> tuple[list[Record], int]:
   starts = [i for i, r in enumerate(records) if _is_event(r, 'run')]
   if not starts:
     return records, 0
-  return records[starts[-1] :], len(starts) - 1 + (starts[0] > 0)
+  last, before = records[starts[-1] :], records[: starts[-1]]
+  versions = {
+    r['detail']['version'] for r in last if _is_event(r, results.FIDELITY)
+  }
+  if not versions:
+    return last, len(starts) - 1 + (starts[0] > 0)
+  # A fidelity study goes on where it stopped: what it has is what counts.
+  again = {r.get('request') for r in last}
+  kept = {
+    r['request']: r
+    for r in before
+    if (r.get('fidelity') or {}).get('version') in versions
+    and r['request'] not in again
+  }
+  return [*kept.values(), *last], 0
 
 
 def _is_event(record: Record, name: str) -> bool:
@@ -256,6 +272,8 @@ def _table(
 
 
 def _head(everything: Sequence[Any]) -> str:
+  if all(trace['fidelity'] for trace in everything):
+    return _fidelity_head(everything)
   done = sum(trace.is_done for trace in everything)
   devices = dict.fromkeys(t['device'] for t in everything if t['device'])
   labels = dict.fromkeys(t['label'] or 'measured' for t in everything)
@@ -269,6 +287,26 @@ def _head(everything: Sequence[Any]) -> str:
     f'{words}. Times are seconds since the arrival of a request unless a '
     'figure says otherwise; a dash is a value that is not known.</p>'
   )
+
+
+def _fidelity_head(everything: Sequence[Any]) -> str:
+  devices = dict.fromkeys(t['device'] for t in everything if t['device'])
+  prompts = {t['prompt'] for t in everything}
+  return (
+    '<h1>How far the output is from that of bf16</h1>\n'
+    f'<p>Measured on {_text(", ".join(devices) or "an unknown device")}: '
+    f'{len(everything)} outputs on {len(prompts)} prompts. A reading is what '
+    'the decode side reads of a prompt: <code>lynx_anchor</code> is the Anchor '
+    'alone, <code>lynx</code> all planes. Where a reading equals another one '
+    'bit by bit, so does its output, and it was not run again.</p>'
+  )
+
+
+def _limits(records: Sequence[Record]) -> list[str]:
+  texts = [
+    r['detail']['limits'] for r in records if _is_event(r, results.FIDELITY)
+  ]
+  return [f'<p class="note">{_text(text)}</p>' for text in dict.fromkeys(texts)]
 
 
 def _summaries(records: Sequence[Record]) -> list[str]:
@@ -400,6 +438,34 @@ def _requests(group: Sequence[Any]) -> str:
   return (
     f'<details><summary>All {len(group)} requests</summary>\n'
     + _table('Requests', header, rows)
+    + '\n</details>'
+  )
+
+
+def _outputs(group: Sequence[Any]) -> str:
+  """Returns what every reading of the fidelity study has said."""
+  rows = []
+  for trace in group:
+    found = trace['fidelity']
+    rows.append(
+      (
+        str(trace['request']),
+        str(trace['prompt_tokens']),
+        _value(found['bits']),
+        found['cache_equal_to'] or '–',
+        ', '.join(
+          f'{name} {_value(value)}' for name, value in found['figures'].items()
+        ),
+        '–' if trace['text'] is None else trace['text'][:60],
+      )
+    )
+  header = (
+    'part, prompt and reading', 'tokens', 'bits a value', 'cache equal to',
+    'figures', 'output',
+  )  # fmt: skip
+  return (
+    f'<details><summary>All {len(group)} outputs</summary>\n'
+    + _table('Outputs', header, rows)
     + '\n</details>'
   )
 

@@ -17,7 +17,8 @@ from typing import Any
 from lynx_jax.timeline import Event
 
 FILE = 'results.jsonl'
-EQUIVALENCE = 'equivalence'  # name of an `event`
+EQUIVALENCE = 'equivalence'  # names of an `event`
+FIDELITY = 'fidelity'
 
 # Of a `request` record. Times are seconds since the request's arrival on one
 # monotonic clock; what is not known is null, never 0.
@@ -60,8 +61,8 @@ REQUEST_FIELDS = (
   'seed',
 )
 # Besides the contract: what a reader needs to pair records, (drafted, accepted)
-# of every verification, the fields of the request's sampling, and the exact
-# plane, null or 0 where there is none.
+# of every verification, the fields of the request's sampling, the exact plane,
+# null or 0 where there is none, and what the fidelity study has found.
 EXTRA_FIELDS = (
   'request',
   'repeat',
@@ -71,6 +72,7 @@ EXTRA_FIELDS = (
   'sampling',
   'bytes_exact',
   'exact_arrival_s',
+  'fidelity',
 )
 
 # How a figure came to be: it ran here, the compiler counted it, or a model or
@@ -165,6 +167,16 @@ def equivalence_record(prompt: str, **detail: Any) -> dict[str, Any]:
     **detail: version of the settings, prompt_tokens, and figures by name.
   """
   return _moment(EQUIVALENCE, prompt, detail)
+
+
+def fidelity_record(version: str, limits: str) -> dict[str, Any]:
+  """Builds the `event` record that begins a run of the fidelity study.
+
+  Args:
+    version: of the settings, as in the requests that belong to it.
+    limits: what the figures can and cannot show.
+  """
+  return _moment(FIDELITY, None, {'version': version, 'limits': limits})
 
 
 def _moment(name: str, request: Any, detail: dict[str, Any]) -> dict[str, Any]:

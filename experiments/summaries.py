@@ -6,6 +6,7 @@ so that they can be formed again from any `results.jsonl`.
 """
 
 import dataclasses
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -246,6 +247,28 @@ def interval(
   drawn = sorted(of(rng.choices(values, k=len(values))) for _ in range(draws))
   cut = int((1 - share) / 2 * draws)
   return drawn[cut], drawn[-1 - cut]
+
+
+def mean_interval(
+  values: Sequence[float],
+) -> tuple[float | None, float | None]:
+  """Returns a 90 % interval of the mean.
+
+  It is Wilson's where every value is 0 or 1: if they are all the same, a
+  bootstrap knows no error. Else it is that of `interval`.
+  """
+  if values and set(values) <= {0.0, 1.0}:
+    return wilson(int(sum(values)), len(values))
+  return interval(values, of=statistics.fmean)
+
+
+def wilson(hits: int, n: int) -> tuple[float, float]:
+  """Returns Wilson's 90 % interval of a proportion (JASA 22, 1927, 209)."""
+  z = statistics.NormalDist().inv_cdf((1 + 0.9) / 2)
+  rate, grown = hits / n, 1 + z * z / n
+  middle = (rate + z * z / (2 * n)) / grown
+  half = z / grown * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+  return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def ttft_over_bound(
