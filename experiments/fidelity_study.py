@@ -576,6 +576,34 @@ def _answer(bench: _Bench, part: str, batch, texts, room: int) -> None:
       )
 
 
+# --- The report ---------------------------------------------------------------
+
+
+def draw(records: Sequence[Mapping[str, Any]]) -> list[Any]:
+  """Draws the parts for which there are records."""
+  from experiments import drawing, selection
+  from experiments.figures import fidelity
+
+  traces = [selection.Trace(r) for r in records if r.get('fidelity')]
+  with drawing.look():
+    return fidelity.draw(traces, drawing.styles_of(traces))
+
+
+def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Returns what readings are, and what the figures can and cannot show."""
+  limits = dict.fromkeys(
+    record['detail']['limits']
+    for record in records
+    if record.get('name') == results.FIDELITY and record['kind'] == 'event'
+  )
+  return [
+    'A reading is what the decode side reads of a prompt: lynx_anchor is the '
+    'Anchor alone, lynx all planes. Where a reading equals another one bit by '
+    'bit, so does its output, and it was not run again.',
+    *limits,
+  ]
+
+
 # --- Figures ------------------------------------------------------------------
 
 

@@ -54,7 +54,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
     The path of `report.html`.
 
   Raises:
-    ReportError: there are no records, or a line of them is broken.
+    ReportError: the records show nothing, or a line of them is broken.
     OSError: a file cannot be read or written.
   """
   folder = pathlib.Path(workdir)
@@ -69,6 +69,9 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
 def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   """Forms the page and its images; a pure function of the records.
 
+  A study of `studies.MODULES` draws its own figures, by `draw(records)` of its
+  module; it may have none. All others are of requests with their events.
+
   Args:
     records: as `results.read` yields them. A run begins with the event `run`
       (`results.run_record`); of several runs the last is shown.
@@ -77,11 +80,15 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
     The text of the page, and PNGs by file name.
 
   Raises:
-    ReportError: there is no request among them.
+    ReportError: there is nothing to show among them.
   """
-  from experiments import drawing, figures, selection
+  from experiments import figures, selection, studies
 
   records, earlier = _last_run(list(records))
+  note = [_EARLIER.format(runs=earlier)] if earlier else []
+  study = _study(records)
+  if study in studies.MODULES:
+    return _study_page(study, records, note)
   groups: dict[Any, list[selection.Trace]] = {}
   for trace in traces(records):
     groups.setdefault((trace['study'], trace['model']), []).append(trace)
@@ -95,25 +102,62 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
     parts.append(f'<h2>{_text(study or "study")}: {_text(model or "")}</h2>')
     parts.append(_comparison(group))
     for drawn in figures.draw(group, runs.get((study, model), ())):
-      name = f'{prefix}{drawn.name}.png'
-      png, svg = io.BytesIO(), io.BytesIO()
-      drawing.save(drawn, png, 'png')
-      drawing.save(drawn, svg, 'svg')
-      images[name] = png.getvalue()
-      parts.append(_figure(drawn, name, svg.getvalue()))
-    outputs = [trace for trace in group if trace['fidelity']]
-    parts.append(_outputs(outputs) if outputs else _requests(group))
+      parts.append(_drawn(drawn, f'{prefix}{drawn.name}.png', images))
+    parts.append(_requests(group))
   everything = [trace for group in groups.values() for trace in group]
   body = [
     _head(everything),
-    *_limits(records),
     *_summaries(records),
-    *([_EARLIER.format(runs=earlier)] if earlier else []),
+    *note,
     *parts,
     *_origin(records, everything),
   ]
   title = ', '.join(dict.fromkeys(str(study) for study, _ in groups))
   return _PAGE.format(title=_text(title), body='\n'.join(body)), images
+
+
+def _study(records: Iterable[Record]) -> Any:
+  """Returns the study that a run's config names; None without a run."""
+  for record in records:
+    if _is_event(record, 'run'):
+      return (record['detail'].get('config') or {}).get('study')
+  return None
+
+
+def _study_page(
+  study: str, records: Sequence[Record], note: Sequence[str]
+) -> tuple[str, dict[str, bytes]]:
+  """Returns page and images of a study that draws its own figures."""
+  from experiments import studies
+
+  module = studies.load(study)
+  summaries = _summaries(records)
+  if not summaries:
+    raise ReportError('there is no summary in the records; run a study first')
+  images: dict[str, bytes] = {}
+  figures = module.draw(records) if hasattr(module, 'draw') else []
+  notes = module.notes(records) if hasattr(module, 'notes') else []
+  body = [
+    f'<h1>{_text(study.replace("_", " ").capitalize())}</h1>',
+    f'<p>{_text(studies.subject(module))}</p>',
+    *(f'<p class="note">{_text(words)}</p>' for words in notes),
+    *note,
+    *(_drawn(drawn, f'{drawn.name}.png', images) for drawn in figures),
+    *summaries,
+    *_origin(records, ()),
+  ]
+  return _PAGE.format(title=_text(study), body='\n'.join(body)), images
+
+
+def _drawn(drawn: Any, name: str, images: dict[str, bytes]) -> str:
+  """Returns the section of a figure, and adds its PNG to `images`."""
+  from experiments import drawing
+
+  png, svg = io.BytesIO(), io.BytesIO()
+  drawing.save(drawn, png, 'png')
+  drawing.save(drawn, svg, 'svg')
+  images[name] = png.getvalue()
+  return _figure(drawn, name, svg.getvalue())
 
 
 def traces(records: Iterable[Record]) -> list[Any]:
@@ -172,7 +216,7 @@ def _last_run(records: list[Record]) -> tuple[list[Record], int]:
     if (r.get('fidelity') or {}).get('version') in versions
     and r['request'] not in again
   }
-  return [*kept.values(), *last], 0
+  return [*last[:1], *kept.values(), *last[1:]], 0
 
 
 def _is_event(record: Record, name: str) -> bool:
@@ -272,8 +316,6 @@ def _table(
 
 
 def _head(everything: Sequence[Any]) -> str:
-  if all(trace['fidelity'] for trace in everything):
-    return _fidelity_head(everything)
   done = sum(trace.is_done for trace in everything)
   devices = dict.fromkeys(t['device'] for t in everything if t['device'])
   labels = dict.fromkeys(t['label'] or 'measured' for t in everything)
@@ -287,26 +329,6 @@ def _head(everything: Sequence[Any]) -> str:
     f'{words}. Times are seconds since the arrival of a request unless a '
     'figure says otherwise; a dash is a value that is not known.</p>'
   )
-
-
-def _fidelity_head(everything: Sequence[Any]) -> str:
-  devices = dict.fromkeys(t['device'] for t in everything if t['device'])
-  prompts = {t['prompt'] for t in everything}
-  return (
-    '<h1>How far the output is from that of bf16</h1>\n'
-    f'<p>Measured on {_text(", ".join(devices) or "an unknown device")}: '
-    f'{len(everything)} outputs on {len(prompts)} prompts. A reading is what '
-    'the decode side reads of a prompt: <code>lynx_anchor</code> is the Anchor '
-    'alone, <code>lynx</code> all planes. Where a reading equals another one '
-    'bit by bit, so does its output, and it was not run again.</p>'
-  )
-
-
-def _limits(records: Sequence[Record]) -> list[str]:
-  texts = [
-    r['detail']['limits'] for r in records if _is_event(r, results.FIDELITY)
-  ]
-  return [f'<p class="note">{_text(text)}</p>' for text in dict.fromkeys(texts)]
 
 
 def _summaries(records: Sequence[Record]) -> list[str]:
@@ -438,34 +460,6 @@ def _requests(group: Sequence[Any]) -> str:
   return (
     f'<details><summary>All {len(group)} requests</summary>\n'
     + _table('Requests', header, rows)
-    + '\n</details>'
-  )
-
-
-def _outputs(group: Sequence[Any]) -> str:
-  """Returns what every reading of the fidelity study has said."""
-  rows = []
-  for trace in group:
-    found = trace['fidelity']
-    rows.append(
-      (
-        str(trace['request']),
-        str(trace['prompt_tokens']),
-        _value(found['bits']),
-        found['cache_equal_to'] or '–',
-        ', '.join(
-          f'{name} {_value(value)}' for name, value in found['figures'].items()
-        ),
-        '–' if trace['text'] is None else trace['text'][:60],
-      )
-    )
-  header = (
-    'part, prompt and reading', 'tokens', 'bits a value', 'cache equal to',
-    'figures', 'output',
-  )  # fmt: skip
-  return (
-    f'<details><summary>All {len(group)} outputs</summary>\n'
-    + _table('Outputs', header, rows)
     + '\n</details>'
   )
 

@@ -10,14 +10,7 @@ from typing import Any
 
 from experiments import drawing, selection
 from experiments.drawing import Drawing
-from experiments.figures import (
-  acceptance,
-  fidelity,
-  rate,
-  timeline,
-  tokens,
-  ttft,
-)
+from experiments.figures import acceptance, rate, timeline, tokens, ttft
 from experiments.selection import Trace
 
 Record = Mapping[str, Any]
@@ -33,10 +26,6 @@ def draw(traces: Sequence[Trace], runs: Sequence[Record] = ()) -> list[Drawing]:
     runs: details of `acceptance` events.
   """
   styles = drawing.styles_of(traces)
-  outputs = [trace for trace in traces if trace['fidelity']]
-  if outputs:
-    with drawing.look():
-      return fidelity.draw(outputs, styles)
   alike = selection.setting(traces)
   found: list[Drawing | None] = []
   with drawing.look():
