@@ -5,6 +5,7 @@
 #   make latency   the latency study: five prompts, both modes (25 minutes)
 #   make equivalence-study  24 prompts on which output must be equal
 #   make fidelity  how far each scheme's output is from bf16's (15 minutes)
+#   make peers     published codes beside ours, by their formulas (10 minutes)
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
 #   make test      lint, types and the whole test suite
 #   make lint      ruff and mypy alone
@@ -39,11 +40,12 @@ STAMPS := .venv/stamps
 DEMO_DIR ?= runs/demo
 LATENCY_DIR ?= runs/latency
 EQUIVALENCE_DIR ?= runs/equivalence
+PEERS_DIR ?= runs/peers
 FIDELITY_DIR ?= runs/fidelity
 TRANSPORT_DIR ?= runs/transport
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency equivalence-study fidelity transport-study test lint format lock clean setup setup-test
+.PHONY: help demo latency equivalence-study fidelity peers transport-study test lint format lock clean setup setup-test
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -61,6 +63,10 @@ equivalence-study: $(STAMPS)/run
 fidelity: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/fidelity.py \
 	  --workdir='$(FIDELITY_DIR)'
+
+peers: $(STAMPS)/run
+	$(RUN) -m experiments.main --config=configs/peers.py \
+	  --workdir='$(PEERS_DIR)'
 
 transport-study: $(STAMPS)/run
 	$(RUN) -m experiments.transport_study --workdir='$(TRANSPORT_DIR)'

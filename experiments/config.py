@@ -15,7 +15,7 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
-from experiments import synthetic
+from experiments import peer_formulas, synthetic
 from lynx_jax import config
 from lynx_jax.config import (
   CodecConfig,
@@ -166,6 +166,8 @@ def base() -> ml_collections.ConfigDict:
       'fidelity': {
         # Of PARTS, with commas between.
         'parts': 'forced,free,acceptance,tasks',
+        # Published codes to compare with, of peer_formulas.FORMULAS.
+        'peers': '',
         # Prompts side by side; each reading of them is in float32.
         'slots': 6,
         # Tokens of the prompts' own text that every scheme is forced on.
@@ -377,6 +379,7 @@ class Fidelity:
 
   Attributes:
     parts: of PARTS.
+    peers: of `peer_formulas.FORMULAS`.
     slots: prompts side by side.
     forced_tokens, free_tokens: of every shipped prompt.
     tasks: of the synthetic ones.
@@ -388,6 +391,7 @@ class Fidelity:
   """
 
   parts: tuple[str, ...]
+  peers: tuple[str, ...]
   slots: int
   forced_tokens: int
   free_tokens: int
@@ -776,6 +780,11 @@ def _fidelity(values: ml_collections.ConfigDict) -> Fidelity:
     **values.to_dict()
     | {
       'parts': _names('fidelity.parts', values.parts, PARTS),
+      'peers': (
+        _names('fidelity.peers', values.peers, peer_formulas.FORMULAS)
+        if values.peers
+        else ()
+      ),
       'tasks': _names('fidelity.tasks', values.tasks, synthetic.TASKS),
       'lengths': tuple(
         int(n) for n in _numbers('fidelity.lengths', values.lengths, least=1)

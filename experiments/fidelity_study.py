@@ -32,6 +32,7 @@ from experiments import (
   codec_search,
   config,
   display,
+  peer_formulas,
   prompts,
   questions,
   readings,
@@ -42,7 +43,7 @@ from experiments import (
 )
 from experiments.questions import Question
 from experiments.readings import ANCHOR, REFERENCE, Reading
-from lynx_jax import sampling
+from lynx_jax import sampling, timeline
 from lynx_jax.config import CodecConfig, check_together, require
 from lynx_jax.prefill import Prefill
 from lynx_jax.programs import fetch, program
@@ -112,8 +113,14 @@ def run(
   for part in ('tasks', *_BENCHMARKS):
     if part in asked:
       _ask(bench, part, asked[part])
-  for record in figures_of(bench.records.values(), settings.acceptance_drafts):
+  records = list(bench.records.values())
+  for record in figures_of(records, settings.acceptance_drafts):
     writer.write(record)
+  if study.peers:
+    for record in projected(records, settings.link.share):
+      writer.write(record)
+    for line in verdicts(records):
+      screen.note(line)
   screen.note(bench.limits)
   screen.note(f'records: {writer.path}')
 
@@ -155,7 +162,7 @@ class _Bench:
   def __init__(self, settings, model, writer, screen):
     self.settings, self.model = settings, model
     self.screen, self._writer = screen, writer
-    self.names = readings.names(settings.schemes)
+    self.names = readings.names(settings.schemes, settings.fidelity.peers)
     self.limits = _limits(model, settings)
     self._version = _version(settings)
     self._environment = results.environment()
@@ -239,7 +246,10 @@ class _Bench:
   def readings(self, texts: codec_search.Texts) -> Iterator[Reading]:
     """Yields every reading of the prompts."""
     for reading in readings.readings(
-      texts, self.settings.schemes, self.settings.engine
+      texts,
+      self.settings.schemes,
+      self.settings.engine,
+      self.settings.fidelity.peers,
     ):
       with self.screen.step(f'  {reading.name}'):
         yield reading
@@ -677,11 +687,88 @@ def _acceptance(
       )
 
 
+def projected(
+  records: Sequence[Mapping[str, Any]], share: float
+) -> Iterator[Record]:
+  """Yields TTFT of a serial transfer over that of INT8, from bytes alone.
+
+  It is `timeline.bound` in units of INT8's TTFT, of which the transfer is
+  `share` and prefill with a decode step the rest: no code takes time itself.
+
+  Args:
+    records: of requests.
+    share: of the transfer.
+  """
+  bits: dict[str, dict[str, float]] = {}
+  for record in records:
+    if record['fidelity']['part'] == 'forced':
+      of = bits.setdefault(record['scheme'], {})
+      of[record['prompt']] = record['fidelity']['bits']
+  int8 = bits.get('int8', {})
+  for reading, of in bits.items():
+    ratios = [
+      timeline.bound(
+        [(0.0, round(1e6 * own))],
+        rate_gbps=8e-3 * int8[prompt] / share,
+        rtt_ms=0.0,
+        step_s=1 - share,
+      )
+      for prompt, own in of.items()
+      if prompt in int8
+    ]
+    if ratios:
+      yield results.summary_record(
+        f'ttft_over_int8_{reading}',
+        statistics.fmean(ratios),
+        '',
+        len(ratios),
+        *summaries.mean_interval(ratios),
+        label='projected',
+      )
+
+
+def verdicts(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+  """Yields a line a peer: which of our readings beat it, if any does.
+
+  One that takes no more bits and has no more KL, both as means over prompts.
+  """
+  found: dict[str, list[tuple[float, float]]] = {}
+  for record in records:
+    if record['fidelity']['part'] == 'forced':
+      own = record['fidelity']
+      found.setdefault(record['scheme'], []).append(
+        (own['bits'], own['figures']['kl'])
+      )
+  means = {
+    name: tuple(map(statistics.fmean, zip(*values, strict=True)))
+    for name, values in found.items()
+  }
+
+  def words(name: str) -> str:
+    return f'{name} ({means[name][0]:.2f} bits, KL {means[name][1]:.2g})'
+
+  for name in means:
+    if name not in peer_formulas.FORMULAS:
+      continue
+    better = [
+      other
+      for other, (bits, kl) in means.items()
+      if other not in peer_formulas.FORMULAS
+      and bits <= means[name][0]
+      and kl <= means[name][1]
+    ]
+    if better:
+      yield f'{words(name)} is beaten by {", ".join(map(words, better))}'
+    else:
+      yield f'{words(name)} WINS: none of ours has no more bits and no more KL'
+
+
 def _version(settings: config.Settings) -> str:
   """Returns a hash of what a figure may depend on; prompts have their own."""
   study = dataclasses.replace(
     settings.fidelity,
     parts=(),
+    peers=(),
     tasks=(),
     lengths=(1,),
     depths=(0.0,),

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import codec_search, config
+from experiments import codec_search, config, peer_formulas
 from experiments.codec_search import Layers, Texts
 from lynx_jax import codec as codec_lib
 from lynx_jax import exact
@@ -31,6 +31,7 @@ from lynx_jax.shapes import Array, BFloat16, Bool
 from lynx_jax.transport.streams import DENSE_BYTES, PAGE_BYTES, WireFormat
 
 REFERENCE = 'bf16'
+PEER = 'peer'  # target of a reading that is a formula of others
 ANCHOR = '_anchor'  # ends the name of an Anchor's reading
 
 
@@ -40,7 +41,7 @@ class Reading:
 
   Attributes:
     name: `bf16`, `lynx_anchor`, `lynx`, …
-    target: as in records: `dense`, `planes:k` or `exact`.
+    target: as in records, `dense`, `planes:k` or `exact`; or PEER.
     kv: keys and values of every layer.
     bits: a value of what must have arrived for it, a prompt.
     same_as: an earlier reading that is equal bit by bit, or None.
@@ -53,17 +54,22 @@ class Reading:
   same_as: str | None
 
 
-def names(schemes: Sequence[config.Scheme]) -> list[str]:
+def names(
+  schemes: Sequence[config.Scheme], peers: Sequence[str] = ()
+) -> list[str]:
   """Returns the names of the readings, bf16 first.
 
   Raises:
     ConfigError: bf16 is not among the schemes.
   """
-  return [name for name, _, _ in _views(schemes)]
+  return [*(name for name, _, _ in _views(schemes)), *peers]
 
 
 def readings(
-  texts: Texts, schemes: Sequence[config.Scheme], engine: EngineConfig
+  texts: Texts,
+  schemes: Sequence[config.Scheme],
+  engine: EngineConfig,
+  peers: Sequence[str] = (),
 ) -> Iterator[Reading]:
   """Yields all readings, one at a time: each takes as much as a cache.
 
@@ -71,6 +77,7 @@ def readings(
     texts: the prompts.
     schemes: bf16 among them.
     engine: how layers and tokens are grouped on the wire.
+    peers: of `peer_formulas.FORMULAS`.
   """
   seen: dict[bytes, str] = {}
   for name, scheme, depth in _views(schemes):
@@ -97,6 +104,31 @@ def readings(
     yield Reading(
       name, target, kv, tuple(bits), None if first == name else first
     )
+
+  for name in peers:
+    kv, bits = _read_peer(texts, peer_formulas.FORMULAS[name])
+    yield Reading(name, PEER, kv, bits, None)
+
+
+def _read_peer(
+  texts: Texts, formula: peer_formulas.Formula
+) -> tuple[Layers, tuple[float, ...]]:
+  """Returns the prompts' KV through a published formula, and bits a value."""
+  layers, sizes = [], np.zeros(len(texts.lengths))
+  for layer, kv in enumerate(zip(texts.k, texts.v, strict=True)):
+    both = []
+    for x, is_k in zip(kv, (True, False), strict=True):
+      values = fetch(x).astype(np.float32)
+      for slot, tokens in enumerate(texts.lengths):
+        coded = formula(values[slot, :tokens], is_k, layer, len(texts.k))
+        values[slot, :tokens] = coded.values
+        sizes[slot] += coded.bits
+      both.append(jnp.asarray(np.swapaxes(values, 1, 2)))
+    layers.append(tuple(both))
+  model = texts.model
+  values_a_token = 2 * model.layers * model.kv_heads * model.head_dim
+  bits = sizes / (texts.lengths * values_a_token)
+  return tuple(layers), tuple(bits.tolist())
 
 
 def _views(

@@ -18,6 +18,7 @@ from experiments import (
   display,
   fidelity_study,
   main,
+  peer_formulas,
   readings,
   report,
   results,
@@ -144,6 +145,62 @@ def test_bf16_must_be_among_the_schemes():
   values.scheme = 'lynx,int8'
   with pytest.raises(ConfigError, match='must have bf16'):
     readings.names(config.settings(values).schemes)
+
+
+def test_a_peer_reads_what_its_formula_gives():
+  texts, _ = _texts()
+  settings = _settings(peers='kivi4,cachegen')
+  *_, found, _ = readings.readings(
+    texts, settings.schemes, settings.engine, settings.fidelity.peers
+  )
+  assert (found.name, found.target, found.same_as) == ('kivi4', 'peer', None)
+  bits = np.zeros(2)
+  for layer in range(MODEL.layers):
+    for x, read, is_k in zip(
+      (texts.k[layer], texts.v[layer]),
+      found.kv[layer],
+      (True, False),
+      strict=True,
+    ):
+      for slot, tokens in enumerate(LENGTHS):
+        own = np.asarray(x[slot, :tokens].astype(np.float32))
+        coded = peer_formulas.kivi(own, is_k, 4)
+        bits[slot] += coded.bits
+        np.testing.assert_array_equal(
+          np.swapaxes(read[slot], 0, 1)[:tokens], coded.values
+        )
+  values = 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_dim
+  np.testing.assert_allclose(found.bits, bits / np.array(LENGTHS) / values)
+
+
+def _forced(scheme, bits, kl, prompt='book'):
+  found = {'part': 'forced', 'bits': bits, 'figures': {'kl': kl}}
+  return {'scheme': scheme, 'prompt': prompt, 'fidelity': found}
+
+
+def test_a_peer_wins_where_nothing_of_ours_beats_it():
+  records = [
+    _forced('int8', 8.5, 1e-4),
+    _forced('lynx_anchor', 4.6, 2e-3),
+    _forced('kivi4', 5.4, 3e-3),
+    _forced('quantspec', 8.0, 1e-4),
+  ]
+  lost, won = fidelity_study.verdicts(records)
+  assert lost.startswith('kivi4 (5.40 bits, KL 0.003) is beaten by lynx_anchor')
+  assert won.startswith('quantspec (8.00 bits, KL 0.0001) WINS')
+
+
+def test_projected_ttft_is_that_of_the_definition():
+  records = [
+    _forced(scheme, bits, 0.0, prompt)
+    for prompt in 'abc'
+    for scheme, bits in (('int8', 8.0), ('kivi4', 4.0), ('bf16', 16.0))
+  ]
+  found = {r['name']: r for r in fidelity_study.projected(records, 0.6)}
+  assert found['ttft_over_int8_int8']['value'] == pytest.approx(1.0)
+  assert found['ttft_over_int8_kivi4']['value'] == pytest.approx(0.7)
+  assert found['ttft_over_int8_bf16']['value'] == pytest.approx(1.6)
+  assert {r['label'] for r in found.values()} == {'projected'}
 
 
 # --- The study ----------------------------------------------------------------
@@ -277,6 +334,7 @@ def _one_reading(bench, texts):
     ({'parts': 'forcd'}, "did you mean 'forced'"),
     ({'parts': 'longbench'}, 'fidelity.longbench must name a folder'),
     ({'parts': 'ruler'}, 'fidelity.ruler must name a folder'),
+    ({'peers': 'kivi3'}, "did you mean 'kivi4'"),
     ({'tasks': 'nedle'}, "did you mean 'needle'"),
     ({'slots': 0}, 'fidelity.slots=0'),
     ({'forced_tokens': 0}, 'fidelity.forced_tokens=0'),
