@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -495,7 +496,10 @@ def _agreeing(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _ask(bench: _Bench, part: str, asked: Sequence[Question]) -> None:
   """Lets every reading answer questions."""
-  found = [_encoded(bench, question) for question in asked]
+  limit = sys.maxsize  # synthetic prompts have the length that was asked for
+  if part in _BENCHMARKS:
+    limit = bench.settings.engine.prompt_tokens
+  found = [_encoded(bench, question, limit) for question in asked]
   missing = bench.missing(part, found, bench.names)
   done = len(found) - len(missing)
   room = max(question.most_tokens for question in asked)
@@ -508,31 +512,26 @@ def _ask(bench: _Bench, part: str, asked: Sequence[Question]) -> None:
     _answer(bench, part, batch, texts, room)
 
 
-def _encoded(bench: _Bench, question: Question) -> _Prompt:
+def _encoded(bench: _Bench, question: Question, most: int) -> _Prompt:
   """Returns a question's tokens; the middle of a long one is left out.
 
-  The benchmark's own code cuts the text so, and asks a chat model by message.
+  The benchmarks' own code cuts the text so, and asks a chat model by message.
   """
   tokenizer: Any = bench.model.tokenizer
-  most = bench.settings.engine.prompt_tokens
-
-  def middle_out(ids: list[int]) -> list[int]:
-    return ids if len(ids) <= most else ids[: most // 2] + ids[-(most // 2) :]
-
-  text = question.prompt
+  ids = tokenizer.encode(question.prompt)
   if not (question.chat and getattr(tokenizer, 'chat_template', None)):
-    return _Prompt(
-      question.name, tuple(middle_out(tokenizer.encode(text))), question
-    )
+    kept = itertools.chain(*_halves(ids, most))
+    return _Prompt(question.name, tuple(kept), question)
   around = len(tokenizer.encode_chat([{'role': 'user', 'content': ''}]))
-  most -= around
-  ids = tokenizer.encode(text)
-  if len(ids) > most:
-    text = ''.join(
-      map(tokenizer.decode, (ids[: most // 2], ids[-(most // 2) :]))
-    )
+  text = ''.join(map(tokenizer.decode, _halves(ids, most - around)))
   ids = tokenizer.encode_chat([{'role': 'user', 'content': text}])
   return _Prompt(question.name, tuple(ids), question)
+
+
+def _halves(ids: Sequence[int], most: int) -> tuple[Sequence[int], ...]:
+  """Returns all, or the first and the last half of `most`."""
+  half = most // 2
+  return (ids,) if len(ids) <= most else (ids[:half], ids[-half:])
 
 
 def _answer(bench: _Bench, part: str, batch, texts, room: int) -> None:

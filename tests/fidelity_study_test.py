@@ -23,6 +23,7 @@ from experiments import (
   report,
   results,
   serving,
+  synthetic,
 )
 from lynx_jax import wire as wire_lib
 from lynx_jax.config import CodecConfig, ConfigError
@@ -52,7 +53,7 @@ def _values(**fields):
       'forced_tokens': 70,
       'free_tokens': 12,
       'tasks': 'passkey,needle',
-      'lengths': '450',
+      'lengths': '500',
       'depths': '0.5',
     }
     | fields
@@ -232,6 +233,15 @@ def test_what_must_hold_of_every_model(ran):
     'acceptance',
     'tasks',
   }
+  # A synthetic prompt is never cut, however long the others may be.
+  asked = [r for r in requests if r['fidelity']['part'] == 'tasks']
+  assert {r['prompt_tokens'] for r in asked} == {
+    len(question.prompt)
+    for question in synthetic.grid(
+      ('passkey', 'needle'), (500,), (0.5,), 1, encode=str.encode, seed=0
+    )
+  }
+  assert max(r['prompt_tokens'] for r in asked) > 440
   for name in ('bf16', 'lynx_exact'):
     assert last[f'kl_{name}']['value'] == 0.0
     assert last[f'agreement_{name}']['value'] == 1.0
@@ -273,7 +283,7 @@ def test_a_run_goes_on_where_it_stopped(ran, monkeypatch):
   assert summaries == last
   # Another length is another prompt; the other parts keep their figures.
   again, summaries, _ = _run(
-    folder, parts='tasks', lengths='450,480', tasks='needle'
+    folder, parts='tasks', lengths='500,510', tasks='needle'
   )
   assert sum(r['kind'] == 'request' for r in again) == requests + 6
   assert summaries['match_needle_bf16']['n'] == 2
