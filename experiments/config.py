@@ -169,9 +169,9 @@ def base() -> ml_collections.ConfigDict:
         # Published codes to compare with, of peer_formulas.FORMULAS.
         'peers': '',
         # Prompts side by side; each reading of them is in float32.
-        'slots': 6,
+        'slots': 3,
         # Tokens of the prompts' own text that every scheme is forced on.
-        'forced_tokens': 256,
+        'forced_tokens': 128,
         # Tokens that every scheme generates for itself.
         'free_tokens': 128,
         # The grid of synthetic tasks: tokens of a prompt, places of the answer
