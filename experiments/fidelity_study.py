@@ -625,37 +625,40 @@ def figures_of(
     records: of requests.
     drafts: γ.
   """
-  groups: dict[tuple[str, str], list[float]] = {}
+  # By the name of a summary, the figure, and whether it is a percentage.
+  groups: dict[tuple[str, str, bool], list[float]] = {}
   rounds: dict[str, list[Mapping[str, Any]]] = {}
-
-  def add(unit: str, name: str, value: float) -> None:
-    groups.setdefault((name, unit), []).append(value)
-
   for record in records:
     found, reading = record['fidelity'], record['scheme']
     if found['part'] == 'acceptance':
       rounds.setdefault(reading, []).append(record)
       continue
-    for figure, value in found['figures'].items():
-      unit = _UNITS.get(figure, '')
-      if found['task'] is None:
-        add(unit, f'{figure}_{reading}', value)
-        continue
-      prefix = ''
-      if found['part'] in _BENCHMARKS:
-        prefix, value, unit = f'{found["part"]}_', 100 * value, '%'
-      if figure != 'match_over_bf16':
-        add(unit, f'{figure}_{prefix}{found["task"]}_{reading}', value)
-      add(unit, f'{figure}_{prefix or "tasks_"}{reading}', value)
+    percent = found['part'] in _BENCHMARKS
+    figures = dict(found['figures'])
     if found['part'] == 'forced':
-      add('bits', f'bits_{reading}', found['bits'])
-  for (name, unit), values in groups.items():
-    if name.startswith('exact_match_tokens'):
-      middle, ends = statistics.median(values), summaries.interval(values)
-    else:
-      middle = statistics.fmean(values)
-      ends = summaries.mean_interval(values)
-    yield results.summary_record(name, middle, unit, len(values), *ends)
+      figures['bits'] = found['bits']
+    for figure, value in figures.items():
+      names = [f'{figure}_{reading}']
+      if found['task']:
+        names = [f'{figure}_{found["part"]}_{reading}']
+        if figure != 'match_over_bf16':
+          part = f'{found["part"]}_' if percent else ''
+          names.append(f'{figure}_{part}{found["task"]}_{reading}')
+      for name in names:
+        groups.setdefault((name, figure, percent), []).append(value)
+  for (name, figure, percent), values in groups.items():
+    numbers: Iterable[Any] = summaries.over_prompts(figure, values)
+    if percent:
+      numbers = (None if x is None else 100 * x for x in numbers)
+    middle, low, high = numbers
+    yield results.summary_record(
+      name,
+      middle,
+      '%' if percent else _UNITS.get(figure, ''),
+      len(values),
+      low,
+      high,
+    )
   for reading, runs in rounds.items():
     yield from _acceptance(reading, runs, drafts)
 
@@ -682,7 +685,7 @@ def _acceptance(
         statistics.fmean(shares),
         '',
         len(shares),
-        *summaries.mean_interval(shares),
+        *summaries.interval(shares, of=statistics.fmean),
       )
 
 
@@ -721,7 +724,7 @@ def projected(
         statistics.fmean(ratios),
         '',
         len(ratios),
-        *summaries.mean_interval(ratios),
+        *summaries.interval(ratios, of=statistics.fmean),
         label='projected',
       )
 

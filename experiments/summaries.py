@@ -249,17 +249,21 @@ def interval(
   return drawn[cut], drawn[-1 - cut]
 
 
-def mean_interval(
-  values: Sequence[float],
-) -> tuple[float | None, float | None]:
-  """Returns a 90 % interval of the mean.
+def over_prompts(
+  figure: str, values: Sequence[float]
+) -> tuple[float, float | None, float | None]:
+  """Returns a figure of the fidelity study over prompts, and a 90 % interval.
 
-  It is Wilson's where every value is 0 or 1: if they are all the same, a
-  bootstrap knows no error. Else it is that of `interval`.
+  It is the mean; of `exact_match_tokens`, which ends where a text does, it is
+  the median. The interval is Wilson's where every answer is right or wrong: if
+  they are all the same, a bootstrap knows no error. Else it is `interval`.
   """
-  if values and set(values) <= {0.0, 1.0}:
-    return wilson(int(sum(values)), len(values))
-  return interval(values, of=statistics.fmean)
+  if figure == 'exact_match_tokens':
+    return statistics.median(values), *interval(values)
+  middle = statistics.fmean(values)
+  if figure in ('match', 'same_answer') and set(values) <= {0.0, 1.0}:
+    return middle, *wilson(int(sum(values)), len(values))
+  return middle, *interval(values, of=statistics.fmean)
 
 
 def wilson(hits: int, n: int) -> tuple[float, float]:

@@ -7,7 +7,7 @@ large mark is their mean or median, and its whisker a 90 % interval.
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -73,27 +73,17 @@ class _Row:
     )
 
 
-def _rows(
-  traces: Sequence[Trace],
-  value: Callable[[Trace], float],
-  *,
-  median: bool = False,
-) -> list[_Row]:
+def _rows(traces: Sequence[Trace], figure: str) -> list[_Row]:
   groups: dict[str, list[float]] = {}
   for trace in traces:
-    groups.setdefault(trace['scheme'], []).append(value(trace))
-  return [
-    _Row(name, values, statistics.median(values), summaries.interval(values))
-    if median
-    else _Row(
-      name, values, statistics.fmean(values), summaries.mean_interval(values)
+    groups.setdefault(trace['scheme'], []).append(
+      trace['fidelity']['figures'][figure]
     )
-    for name, values in groups.items()
-  ]
-
-
-def _figure(name: str) -> Callable[[Trace], float]:
-  return lambda trace: trace['fidelity']['figures'][name]
+  rows = []
+  for name, values in groups.items():
+    middle, *ends = summaries.over_prompts(figure, values)
+    rows.append(_Row(name, values, middle, (ends[0], ends[1])))
+  return rows
 
 
 def _draw_rows(
@@ -149,7 +139,7 @@ def _forced(traces: Sequence[Trace], styles: Mapping[str, Style]) -> Drawing:
     (6, 4, 5),
     strict=True,
   ):
-    rows = _rows(traces, _figure(name))
+    rows = _rows(traces, name)
     if name == 'kl' and any(row.middle > 0 for row in rows):
       axes.set_xscale('log')
     if name == 'nll_over_bf16':
@@ -173,7 +163,7 @@ def _forced(traces: Sequence[Trace], styles: Mapping[str, Style]) -> Drawing:
 
 
 def _free(traces: Sequence[Trace], styles: Mapping[str, Style]) -> Drawing:
-  rows = _rows(traces, _figure('exact_match_tokens'), median=True)
+  rows = _rows(traces, 'exact_match_tokens')
   most = max(trace['output_tokens'] for trace in traces) - 1
   whole = {
     name: sum(t['equal_to_bf16'] for t in traces if t['scheme'] == name)
@@ -232,7 +222,7 @@ def _tasks(
       if i % 2:
         axes.axhspan(i - 0.5, i + 0.5, color='#f2f2f2', lw=0, zorder=0)
       mine = [t for t in traces if t['fidelity']['task'] == task]
-      for j, row in enumerate(_rows(mine, _figure(name))):
+      for j, row in enumerate(_rows(mine, name)):
         style = styles[row.reading]
         y = i + ((j + 0.5) / len(names) - 0.5) * 0.84
         low, high = row.ends
