@@ -37,7 +37,6 @@ from lynx_jax.config import (
 )
 from lynx_jax.engine import Form, Request
 
-RESUMES = True  # the report is of all runs in a folder
 _DENSE = TensorCodec(planes=())
 _BF16 = CodecConfig(k=_DENSE, v=_DENSE)
 
@@ -63,16 +62,6 @@ def run(
   everything = cells.ordered(study.cells)
   for file, _ in {p for cell in everything for p in cell.settings.prompts}:
     prompts.read(file)
-  writer.write(
-    results.plan_record(
-      fields=[field for field, _ in everything[0].values],
-      cells=[
-        {'key': c.key, 'name': c.name, 'values': dict(c.values)}
-        for c in everything
-      ],
-      heatmaps=study.heatmaps,
-    )
-  )
   mine = cells.part(everything, study.shard)
   known = cell_rows.finished(results.read(writer.path))
   if study.merge:
@@ -83,9 +72,19 @@ def run(
     screen.note(f'{len(mine)} cells, of which {len(missing)} are to be run')
     _run(missing, writer, screen)
   records = [*results.read(writer.path)]
-  known, rows = cell_rows.finished(records), cell_rows.rows(records)
+  known, rows = (
+    cell_rows.finished(records),
+    cell_rows.form(records, everything),
+  )
   missing = [cell for cell in mine if cell.key not in known]
-  for record in cell_rows.summaries(records):
+  writer.write(
+    results.rows_record(
+      rows=rows,
+      unfinished=cell_rows.unfinished(records, everything),
+      heatmaps=study.heatmaps,
+    )
+  )
+  for record in cell_rows.summaries(records, everything):
     writer.write(record)
   screen.grid('medians', *cell_rows.table(rows, cell_rows.BRIEF))
   if missing:
@@ -102,31 +101,26 @@ def run(
 
 def draw(records: Sequence[Mapping[str, Any]]) -> list[Any]:
   """Returns the figures of a report; see `figures.draw_rows`."""
-  from experiments import figures, report
+  from experiments import figures
 
-  rows, planned = cell_rows.rows(records), cell_rows.plan(records)
-  requests = cell_rows.requests(records)
-  traces = report.traces(
-    itertools.chain.from_iterable(
-      requests.get(key, ()) for key in dict.fromkeys(r['cell'] for r in rows)
-    )
-  )
-  return figures.draw_rows(rows, traces, planned['heatmaps']) if planned else []
+  found = cell_rows.written(records)
+  return figures.draw_rows(found['rows'], found['heatmaps'])
 
 
 def tables(records: Sequence[Mapping[str, Any]]) -> list[Any]:
   """Returns caption, header and lines of every table of a report."""
-  rows, failed = cell_rows.rows(records), cell_rows.unfinished(records)
-  found = [
+  found = cell_rows.written(records)
+  rows, unfinished = found['rows'], found['unfinished']
+  shown: list[Any] = [
     ('Medians of every cell', *cell_rows.table(rows)),
     (
       'Every field that varies: medians over cells that differ in it alone',
       *cell_rows.effects(rows),
     ),
   ]
-  if failed:
-    found.append(('Cells without a result', ['cell', 'why'], failed))
-  return found
+  if unfinished:
+    shown.append(('Cells without a result', ('cell', 'why'), unfinished))
+  return shown
 
 
 def _run(

@@ -12,6 +12,7 @@ from typing import Any
 
 from experiments import results
 from experiments import summaries as summaries_lib
+from experiments.config import Cell
 
 Record = Mapping[str, Any]
 Row = dict[str, Any]
@@ -64,6 +65,7 @@ def measured(
     | {name: _median(group, name) for name in _MEDIANS}
     | {
       'n': len(group),
+      'device': group[0]['device'],
       'ttft_over_bound': summaries_lib.ttft_over_bound(group),
       'acceptance': _acceptance(group),
       'equal_to_reference': _all_equal(group),
@@ -92,10 +94,10 @@ def _all_equal(group: Iterable[Record]) -> bool | None:
   return all(known) if known else None
 
 
-def plan(records: Iterable[Record]) -> Mapping[str, Any] | None:
-  """Returns what the last run was to go through; None without an ablation."""
-  found = [r['detail'] for r in records if r.get('name') == results.PLAN]
-  return found[-1] if found else None
+def written(records: Iterable[Record]) -> Mapping[str, Any]:
+  """Returns what the last run to its end has said of all cells."""
+  found = [r['detail'] for r in records if r.get('name') == results.ROWS]
+  return found[-1] if found else {'rows': [], 'unfinished': [], 'heatmaps': []}
 
 
 def last(records: Iterable[Record]) -> dict[str, Mapping[str, Any]]:
@@ -116,14 +118,16 @@ def finished(records: Iterable[Record]) -> dict[str, Mapping[str, Any]]:
   }
 
 
-def unfinished(records: Sequence[Record]) -> list[list[str]]:
-  """Returns the cells of the last plan without a result, and why."""
-  ended, planned = last(records), plan(records)
+def unfinished(
+  records: Sequence[Record], cells: Sequence[Cell]
+) -> list[list[str]]:
+  """Returns name and reason of the cells without a result."""
+  ended = last(records)
   found = []
-  for cell in planned['cells'] if planned else ():
-    how = ended.get(cell['key'], {'error': 'not run yet'})
+  for cell in cells:
+    how = ended.get(cell.key, {'error': 'not run yet'})
     if 'error' in how:
-      found.append([cell['name'], how['error']])
+      found.append([cell.name, how['error']])
   return found
 
 
@@ -139,22 +143,20 @@ def requests(records: Iterable[Record]) -> dict[str, list[Record]]:
   return {key: [*by_name.values()] for key, by_name in found.items()}
 
 
-def rows(records: Sequence[Record]) -> list[Row]:
-  """Returns the rows of all finished cells of the last plan, in its order.
+def form(records: Sequence[Record], cells: Sequence[Cell]) -> list[Row]:
+  """Returns the rows of all finished cells, in the order of the cells.
 
   Each has `values`, what the fields are that differ between rows, and a `name`.
   """
-  planned, known = plan(records), finished(records)
-  if planned is None:
-    return []
-  found = []
-  for cell in planned['cells']:
-    for row in known.get(cell['key'], {}).get('rows', ()):
+  known = finished(records)
+  found: list[Row] = []
+  for cell in cells:
+    for row in known.get(cell.key, {}).get('rows', ()):
       own = {field: row[name] for field, name in _OWN.items()}
-      found.append({**row, 'cell': cell['key'], 'values': cell['values'] | own})
+      found.append({**row, 'cell': cell.key, 'values': dict(cell.values) | own})
   fields = [
     field
-    for field in dict.fromkeys([*planned['fields'], *_OWN])
+    for field in (found[0]['values'] if found else ())
     if len({str(row['values'][field]) for row in found}) > 1
   ]
   for row in found:
@@ -307,10 +309,12 @@ def known_figures(found: Sequence[Row]) -> list[str]:
   ]
 
 
-def summaries(records: Sequence[Record]) -> list[dict[str, Any]]:
+def summaries(
+  records: Sequence[Record], cells: Sequence[Cell]
+) -> list[dict[str, Any]]:
   """Forms the `summary` records: what must hold in every cell."""
-  found, ended, planned = rows(records), last(records), plan(records)
-  keys = [cell['key'] for cell in planned['cells']] if planned else []
+  found, ended = form(records, cells), last(records)
+  keys = [cell.key for cell in cells]
   mine = [ended[key] for key in keys if key in ended]
   done = [detail for detail in mine if 'error' not in detail]
   ratios = [

@@ -3,9 +3,8 @@
 
 Each is a module with `run(settings, writer, screen)`, which writes records, and
 perhaps `draw(records)`, which returns the `drawing.Drawing`s of its report, and
-`tables(records)`, which returns (caption, header, rows) of each table. Records
-are those of the last run, or all where the module's `RESUMES` says that a run
-goes on with what others before it have written. They run in one process. Any
+`tables(records)` and `notes(records)`, which return (caption, header, rows) and
+paragraphs for it. They run in one process. Any
 other name is a latency study.
 """
 
@@ -17,6 +16,7 @@ MODULES = {
   'codec_search': 'experiments.codec_search',
   'equivalence': 'experiments.equivalence',
   'plan': 'experiments.plan',
+  'fidelity': 'experiments.fidelity_study',
 }
 
 

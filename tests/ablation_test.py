@@ -305,7 +305,9 @@ def test_merged_shards_are_the_whole(whole, tmp_path, monkeypatch, capsys):
   code = main.main(_argv(merged, *GRID, flag))
   assert code == cli.CELLS_MISSING  # those that fail
   assert '2 of 6 cells have no result' in capsys.readouterr().err
-  assert cell_rows.rows(_records(merged)) == cell_rows.rows(whole[1])
+  rows = cell_rows.written(_records(merged))['rows']
+  assert rows == cell_rows.written(whole[1])['rows']
+  assert len(rows) == DONE
   assert cell_rows.requests(_records(merged)) == {
     key: found
     for key, found in cell_rows.requests(whole[1]).items()
@@ -349,7 +351,7 @@ def test_cells_measure_what_they_say(tmp_path, monkeypatch):
   records = _records(tmp_path)
   (failed,) = [d for d in cell_rows.last(records).values() if 'error' in d]
   assert failed['error'].startswith('ConfigError: engine.prompt_tokens=9000')
-  slow, fast = cell_rows.rows(records)
+  slow, fast = cell_rows.written(records)['rows']
   for row in (slow, fast):
     assert row['ttft_over_bound'] >= 1
     assert row['equal_to_reference'] is True

@@ -14,6 +14,8 @@ from experiments.figures import (
   acceptance,
   cells,
   rate,
+  split,
+  steps,
   timeline,
   tokens,
   ttft,
@@ -36,7 +38,9 @@ def draw(traces: Sequence[Trace], runs: Sequence[Record] = ()) -> list[Drawing]:
   alike = selection.setting(traces)
   found: list[Drawing | None] = []
   with drawing.look():
+    found.append(split.draw(alike))
     found += timeline.draw(alike)
+    found.append(steps.draw(alike))
     found.append(ttft.draw(alike, styles))
     found.append(tokens.draw(alike, styles))
     found.append(acceptance.draw(traces, runs, styles))
@@ -45,15 +49,15 @@ def draw(traces: Sequence[Trace], runs: Sequence[Record] = ()) -> list[Drawing]:
 
 
 def draw_rows(
-  rows: Sequence[cells.Row], traces: Sequence[Trace], heatmaps: Sequence[str]
+  rows: Sequence[cells.Row], heatmaps: Sequence[str]
 ) -> list[Drawing]:
   """Draws every figure of an ablation for which there are data.
 
   Args:
-    rows: of `cell_rows.rows`.
-    traces: requests behind them, for what is written under a figure.
+    rows: of `cell_rows.form`.
     heatmaps: figures of rows that are drawn over every two fields.
   """
+  traces = [*map(Trace, rows)]
   with drawing.look():
     return [
       *cells.draw_rows(rows, traces),
