@@ -474,6 +474,15 @@ class Equivalence:
       )
 
 
+# Settings on which the requests of a cell depend.
+_MEASURED = (
+  'schemes', 'modes', 'repeats', 'seed', 'prompts', 'output_tokens',
+  'cpu_devices', 'prefill_mesh', 'decode_mesh', 'model_path',
+  'model_tokenizer', 'model_dtype', 'engine', 'sampling', 'link',
+  'acceptance_drafts', 'acceptance_tokens',
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
   """A cell of an ablation.
@@ -490,8 +499,8 @@ class Cell:
 
   @property
   def key(self) -> str:
-    """A hash of all settings, the same in every process."""
-    same = dataclasses.replace(self.settings, study='')
+    """A hash of what it measures, the same in every process."""
+    same = [(name, getattr(self.settings, name)) for name in _MEASURED]
     return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
 
 
