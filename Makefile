@@ -5,7 +5,7 @@
 #   make latency   the latency study: five prompts, both modes (25 minutes)
 #   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
-#   make ablation  24 cells on a real model, one change each (COST minutes)
+#   make ablation  24 cells on a real model, one change each (25 minutes)
 #   make fidelity  how far each scheme's output is from bf16's (15 minutes)
 #   make peers     published codes beside ours, by their formulas (10 minutes)
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
