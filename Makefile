@@ -5,6 +5,7 @@
 #   make latency   the latency study: five prompts, both modes (25 minutes)
 #   make equivalence-study  24 prompts on which output must be equal
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
+#   make pod-compile  the programs of 8B and 70B models for slices of TPU chips
 #   make test      lint, types and the whole test suite
 #   make lint      ruff and mypy alone
 #   make format    let ruff rewrite the files
@@ -41,7 +42,7 @@ EQUIVALENCE_DIR ?= runs/equivalence
 TRANSPORT_DIR ?= runs/transport
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency equivalence-study transport-study test lint format lock clean setup setup-test
+.PHONY: help demo latency equivalence-study transport-study pod-compile test lint format lock clean setup setup-test
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -58,6 +59,9 @@ equivalence-study: $(STAMPS)/run
 
 transport-study: $(STAMPS)/run
 	$(RUN) -m experiments.transport_study --workdir='$(TRANSPORT_DIR)'
+
+pod-compile: $(STAMPS)/test
+	$(RUN) -m experiments.pod_compile
 
 test: lint
 	$(RUN) -m pytest $(TEST_ARGS)

@@ -9,12 +9,21 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import random
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from experiments import config, display, prompts, results, serving, summaries
+from experiments import (
+  config,
+  display,
+  profiling,
+  prompts,
+  results,
+  serving,
+  summaries,
+)
 from lynx_jax import programs, timeline
 from lynx_jax.config import EngineConfig, check_together
 from lynx_jax.engine import Costs, Engine, Form, Mode, Request, Step
@@ -30,8 +39,11 @@ def run(
   writer: results.Writer,
   screen: display.Screen,
   remote: serving.Remote | None = None,
+  profile: str | os.PathLike[str] | None = None,
 ) -> None:
   """Runs the study and writes its records; prefill may run elsewhere.
+
+  Into `profile` goes a trace of the first repeat of the first prompt and link.
 
   For every prompt and link, each repeat runs all schemes in random order.
   Baselines run in plain form, which shows their TTFT at its best. In the last
@@ -74,7 +86,9 @@ def run(
     with programs.counting() as counts:
       for case in plan.cases:
         for repeat in range(settings.repeats):
-          study.pair(case, repeat, references[case.prompt])
+          with profiling.trace(profile):
+            study.pair(case, repeat, references[case.prompt])
+          profile = None
       study.count(counts)
     study.accept()
     constants = study.constants()

@@ -19,10 +19,11 @@ import shutil
 import tempfile
 
 _DUMP = pathlib.Path(tempfile.mkdtemp(prefix='tpu_dump_'))
+_OWN_FLAGS = os.environ.get('LIBTPU_INIT_ARGS', '')
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
 os.environ['LIBTPU_INIT_ARGS'] = ' '.join(
   (
-    os.environ.get('LIBTPU_INIT_ARGS', ''),
+    _OWN_FLAGS,
     f'--xla_jf_dump_to={_DUMP}',
     '--xla_jf_dump_llo_text=true',
     '--xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra|utilization',
@@ -125,8 +126,11 @@ class ModuleReport:
 
   Attributes:
     calls: of Pallas kernels, by name.
-    kernels: the different ones among them.
+    kernels: the different ones among them; `compile_module` reads none.
+    argument_bytes: HBM of its arguments, as the compiler lays them out.
+    result_bytes: HBM of results that take over no argument's.
     temp_bytes: HBM the module allocates besides arguments and results.
+    flops, bytes_accessed: the compiler's count, kernels left out.
     optimal_s: the compiler's own estimate for XLA fusions.
     copies: those of at least 1 MiB that it makes, as 'dtype[shape] opcode'.
     hlo: the optimised module.
@@ -134,10 +138,22 @@ class ModuleReport:
 
   calls: tuple[str, ...]
   kernels: tuple[KernelReport, ...]
+  argument_bytes: int
+  result_bytes: int
   temp_bytes: int
+  flops: float
+  bytes_accessed: float
   optimal_s: float
   copies: tuple[str, ...]
   hlo: str
+
+
+def write_no_listings() -> None:
+  """Halves the time to compile; before libtpu is loaded, and for good.
+
+  Nothing is then known of kernels: only `compile_module` can be used.
+  """
+  os.environ['LIBTPU_INIT_ARGS'] = _OWN_FLAGS
 
 
 def compile_for(
@@ -146,7 +162,21 @@ def compile_for(
   *args,
   **jit_options,
 ) -> ModuleReport:
-  """Compiles `fn` for one chip, or for several, and reads the dump.
+  """Compiles `fn`, and reads the listings of its kernels.
+
+  Args and errors are those of `compile_module`.
+  """
+  report = compile_module(generation, fn, *args, **jit_options)
+  return dataclasses.replace(report, kernels=tuple(_kernels(report.calls)))
+
+
+def compile_module(
+  generation: str,
+  fn: collections.abc.Callable,
+  *args,
+  **jit_options,
+) -> ModuleReport:
+  """Compiles `fn` for one chip, or for several.
 
   Args:
     generation: a key of `CHIPS`.
@@ -175,11 +205,16 @@ def compile_for(
       hlo,
     )
   )
+  memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
   return ModuleReport(
     calls=calls,
-    kernels=tuple(_kernels(calls)),
-    temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
-    optimal_s=compiled.cost_analysis().get('optimal_seconds', 0.0),
+    kernels=(),
+    argument_bytes=memory.argument_size_in_bytes,
+    result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    temp_bytes=memory.temp_size_in_bytes,
+    flops=costs.get('flops', 0.0),
+    bytes_accessed=costs.get('bytes accessed', 0.0),
+    optimal_s=costs.get('optimal_seconds', 0.0),
     copies=tuple(large_copies(hlo)),
     hlo=hlo,
   )
