@@ -6,7 +6,6 @@ It knows no study but the one that it starts; `main` has its help.
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import platform
@@ -19,7 +18,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import config, display, options, prompts, results
+from experiments import config, display, options, prompts, results, studies
 from lynx_jax.config import ConfigError, require
 from lynx_jax.models.errors import WeightsError
 from lynx_jax.transport.streams import TransferError
@@ -28,12 +27,6 @@ from lynx_jax.transport.streams import TransferError
 Study = Callable[[config.Settings, results.Writer, display.Screen], None]
 
 USER_MISTAKE = 2
-# Studies by their names in the config, each a module with `run`. They have no
-# second process, and no requests to draw. Any other name is a latency study.
-_STUDIES = {
-  'codec_search': 'experiments.codec_search',
-  'equivalence': 'experiments.equivalence',
-}
 _PREFLIGHT = 'preflight'  # a page, and no records
 PEER_LOST = 3
 _MOST_KEPT_BYTES = 1 << 30  # of compiled programs; the oldest go first
@@ -123,8 +116,6 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
     if study is None:
       study = _named_study(settings, role, argv, profile)
     study(settings, writer, screen)
-    if settings.study in _STUDIES:
-      return 0
     with screen.step('drawing the report'):
       from experiments import report
 
@@ -159,7 +150,7 @@ def _profile(
   if not own['profile'].value:
     return None
   require(
-    settings.study not in _STUDIES,
+    settings.study not in studies.MODULES,
     f'--profile: study {settings.study!r} has no trace; leave it out',
   )
   folder = os.path.join(_workdir(own), 'profile')
@@ -184,14 +175,14 @@ def _named_study(
   profile: str | None,
 ) -> Study:
   # JAX takes a second to import: mistakes in flags are told before.
-  if settings.study in _STUDIES:
+  if settings.study in studies.MODULES:
     if role is not None:
       raise ConfigError(
         f'--role={role.role}: study {settings.study!r} runs in one process; '
         'leave it out'
       )
     _make_devices(settings.cpu_devices)
-    return importlib.import_module(_STUDIES[settings.study]).run
+    return studies.load(settings.study).run
   if role is None:
     _make_devices(settings.cpu_devices)
     from experiments import latency

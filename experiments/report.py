@@ -54,7 +54,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
     The path of `report.html`.
 
   Raises:
-    ReportError: there are no records, or a line of them is broken.
+    ReportError: the records show nothing, or a line of them is broken.
     OSError: a file cannot be read or written.
   """
   folder = pathlib.Path(workdir)
@@ -69,6 +69,9 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
 def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   """Forms the page and its images; a pure function of the records.
 
+  A study of `studies.MODULES` draws its own figures, by `draw(records)` of its
+  module; it may have none. All others are of requests with their events.
+
   Args:
     records: as `results.read` yields them. A run begins with the event `run`
       (`results.run_record`); of several runs the last is shown.
@@ -77,11 +80,15 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
     The text of the page, and PNGs by file name.
 
   Raises:
-    ReportError: there is no request among them.
+    ReportError: there is nothing to show among them.
   """
-  from experiments import drawing, figures, selection
+  from experiments import figures, selection, studies
 
   records, earlier = _last_run(list(records))
+  note = [_EARLIER.format(runs=earlier)] if earlier else []
+  study = _study(records)
+  if study in studies.MODULES:
+    return _study_page(study, records, note)
   groups: dict[Any, list[selection.Trace]] = {}
   for trace in traces(records):
     groups.setdefault((trace['study'], trace['model']), []).append(trace)
@@ -95,23 +102,60 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
     parts.append(f'<h2>{_text(study or "study")}: {_text(model or "")}</h2>')
     parts.append(_comparison(group))
     for drawn in figures.draw(group, runs.get((study, model), ())):
-      name = f'{prefix}{drawn.name}.png'
-      png, svg = io.BytesIO(), io.BytesIO()
-      drawing.save(drawn, png, 'png')
-      drawing.save(drawn, svg, 'svg')
-      images[name] = png.getvalue()
-      parts.append(_figure(drawn, name, svg.getvalue()))
+      parts.append(_drawn(drawn, f'{prefix}{drawn.name}.png', images))
     parts.append(_requests(group))
   everything = [trace for group in groups.values() for trace in group]
   body = [
     _head(everything),
     *_summaries(records),
-    *([_EARLIER.format(runs=earlier)] if earlier else []),
+    *note,
     *parts,
     *_origin(records, everything),
   ]
   title = ', '.join(dict.fromkeys(str(study) for study, _ in groups))
   return _PAGE.format(title=_text(title), body='\n'.join(body)), images
+
+
+def _study(records: Iterable[Record]) -> Any:
+  """Returns the study that a run's config names; None without a run."""
+  for record in records:
+    if _is_event(record, 'run'):
+      return (record['detail'].get('config') or {}).get('study')
+  return None
+
+
+def _study_page(
+  study: str, records: Sequence[Record], note: Sequence[str]
+) -> tuple[str, dict[str, bytes]]:
+  """Returns page and images of a study that draws its own figures."""
+  from experiments import studies
+
+  module = studies.load(study)
+  summaries = _summaries(records)
+  if not summaries:
+    raise ReportError('there is no summary in the records; run a study first')
+  images: dict[str, bytes] = {}
+  figures = module.draw(records) if hasattr(module, 'draw') else []
+  body = [
+    f'<h1>{_text(study.replace("_", " ").capitalize())}</h1>',
+    f'<p>{_text(studies.subject(module))}</p>',
+    *note,
+    *(_drawn(drawn, f'{drawn.name}.png', images) for drawn in figures),
+    *summaries,
+    *_origin(records, ()),
+  ]
+  return _PAGE.format(title=_text(study), body='\n'.join(body)), images
+
+
+def _drawn(drawn: Any, name: str, images: dict[str, bytes]) -> str:
+  """Returns the section of a figure, and adds its PNG to `images`."""
+  from experiments import drawing
+
+  png, svg = io.BytesIO(), io.BytesIO()
+  drawing.save(drawn, png, 'png')
+  drawing.save(drawn, svg, 'svg')
+  images[name] = png.getvalue()
+  return _figure(drawn, name, svg.getvalue())
 
 
 def traces(records: Iterable[Record]) -> list[Any]:
