@@ -80,12 +80,12 @@ SLICES = {
 }
 MODELS = {
   model.name: model
-  for model in (presets.LLAMA_31_8B, presets.QWEN3_8B, presets.LLAMA_31_70B)
+  for model in (presets.LLAMA_31_8B, presets.LLAMA_31_70B, presets.QWEN3_8B)
 }
 _PLACES = {
   'Llama-3.1-8B': ('v5e-8', 'v5p-8', 'v6e-8'),
-  'Qwen3-8B': ('v5e-8', 'v5p-8', 'v6e-8'),
   'Llama-3.1-70B': ('v5p-16', 'v6e-16'),
+  'Qwen3-8B': ('v5e-8', 'v5p-8', 'v6e-8'),
 }
 # What each program says to other chips: two sums a layer; to look tokens up,
 # one; to choose tokens, the best logit of each chip, and whose it is. Requests
@@ -200,6 +200,7 @@ class _Side:
         kind,
       )
       return program, (dense, scalar), dense, layers
+    arguments: tuple
     cache = memory.cache(model, self.codec, engine, self.mesh)
     anchor = kv_cache.anchor_only(cache.prefix)
     programs = decode._programs(graphs, engine.verify_rows, kind, self.mesh)

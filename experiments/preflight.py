@@ -39,7 +39,7 @@ _LOCK = pathlib.Path(__file__).parents[1] / 'requirements.lock'
 _TESTED = ('jax', 'jaxlib', 'flax', 'numpy', 'grpcio')
 _CHIPS = ('/dev/accel0', '/dev/vfio/0')  # of a TPU VM, older and newer ones
 _FREE_BYTES = 1 << 30  # compiled programs, records and a report
-_OUTPUT_TOKENS = 4
+_OUTPUT_TOKENS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +315,9 @@ def _small(settings: config.Settings, model: ModelConfig) -> config.Settings:
     slots=1,
     output_tokens=_OUTPUT_TOKENS,
     layer_groups=1,
-    draft_tokens=None,
+    # Fewer programs to compile: drafts before the Residual are shown anyway.
+    draft_tokens=0,
+    sharpen=False,
   )
   file, _ = settings.prompts[0]
   tokens = min(tokens, model.context_tokens - _OUTPUT_TOKENS)
