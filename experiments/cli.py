@@ -193,7 +193,7 @@ def _named_study(
 
   def run(settings, writer, screen):
     with roles.remote(settings, role, argv, screen) as remote:
-      latency.run(settings, writer, screen, remote, profile)
+      latency.run(settings, writer, screen, remote, profile=profile)
 
   return run
 
