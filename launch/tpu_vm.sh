@@ -86,10 +86,11 @@ address() {
 create() {
   local type=${1-} runtime
   case $type in
-    v5litepod-*) runtime=$runtime_v5e ;;
-    v5p-*) runtime=$runtime_v5p ;;
-    v6e-*) runtime=$runtime_v6e ;;
-    *) fail "create ${type:-TYPE}: must be v5litepod-N, v5p-N or v6e-N" ;;
+    v5litepod-[148]) runtime=$runtime_v5e ;;
+    v5p-8) runtime=$runtime_v5p ;;
+    v6e-[148]) runtime=$runtime_v6e ;;
+    *) fail "create ${type:-TYPE}: must be v5litepod-8, v5p-8, v6e-8 or a" \
+      'smaller one: a side is one process, on one host' ;;
   esac
   local slice
   for slice in "$prefill" "$decode"; do

@@ -131,6 +131,7 @@ def test_setup_installs_the_pinned_jax_on_both_slices():
     (['run', *FLAGS], '--zone, --prefill and --decode are needed'),
     ([*SLICES, '--dry-run', 'run'], 'run needs --config=FILE first'),
     ([*SLICES, '--dry-run', 'create', 'v4-8'], 'create v4-8: must be'),
+    ([*SLICES, '--dry-run', 'create', 'v6e-16'], 'on one host'),
     ([*SLICES, '--dry', 'run'], '--dry is no option'),
     ([*SLICES, 'start'], 'start is no step'),
     ([*SLICES, '--decode=one', 'run'], 'must be two slices'),
