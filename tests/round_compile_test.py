@@ -96,7 +96,7 @@ def test_a_round_copies_no_cache(name, form):
   where = kv_cache.Rows(slots, slots, slots.update(dtype=jnp.bool_))
   report = tpu_compiler.compile_for(
     'v5e',
-    programs.layers,
+    programs.verify_layers if form == 'verify' else programs.draft_layers,
     params,
     activations(rows, ENGINE.slots, model),
     prefix[0],
@@ -140,7 +140,7 @@ def test_no_sum_of_a_verification_runs_over_its_rows(target):
   scalar = jax.ShapeDtypeStruct((1,), jnp.int32)
   report = tpu_compiler.compile_for(
     'v5e',
-    programs.layers,
+    programs.verify_layers,
     params,
     activations(ROWS, 1, model),
     cache.target(Target(target))[0],
@@ -194,7 +194,7 @@ def test_a_round_on_four_chips_reduces_twice_a_layer():
   )
   report = tpu_compiler.compile_for(
     'v5e',
-    programs.layers,
+    programs.verify_layers,
     params,
     activations(ENGINE.verify_rows, ENGINE.slots, model).update(
       sharding=everywhere
