@@ -285,10 +285,11 @@ def faults(
 ) -> Iterator[str]:
   """Yields what is wrong with a record, or worse than in an older one.
 
-  A program that does not fit is told by the table; it is no fault unless it
-  once did.
+  A program that does not fit is told by the table, and one that copies by its
+  record; neither is a fault where the older record says so already.
   """
-  if new['cache_copies']:
+  known = old['cache_copies'] if old else []
+  if len(new['cache_copies']) > len(known):
     yield f'copies {", ".join(new["cache_copies"])}'
   expected = COLLECTIVES[new['stage']]
   if new['collectives'] != expected:
