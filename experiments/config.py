@@ -15,6 +15,7 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
+from experiments import peer_formulas, synthetic
 from lynx_jax import config
 from lynx_jax.config import (
   CodecConfig,
@@ -208,8 +209,37 @@ def base() -> ml_collections.ConfigDict:
         # Requests come at random so many a second; at 0 all at once.
         'arrivals_per_s': 0.0,
       },
+      # The fidelity study.
+      'fidelity': {
+        # Of PARTS, with commas between.
+        'parts': 'forced,free,acceptance,tasks',
+        # Published codes to compare with, of peer_formulas.FORMULAS.
+        'peers': '',
+        # Prompts side by side; each reading of them is in float32.
+        'slots': 3,
+        # Tokens of the prompts' own text that every scheme is forced on.
+        'forced_tokens': 128,
+        # Tokens that every scheme generates for itself.
+        'free_tokens': 128,
+        # The grid of synthetic tasks: tokens of a prompt, places of the answer
+        # in it from 0 to 1, and prompts for each pair of these.
+        'tasks': 'passkey,needle,needles,variables,common_words',
+        'lengths': '512,1024,1984',
+        'depths': '0,0.25,0.5,0.75,1',
+        'samples': 1,
+        # Folders of JSON lines: LongBench's data and the config/ of its
+        # repository, and RULER's data; of each file so many lines (0: all).
+        'longbench': '',
+        'longbench_config': '',
+        'ruler': '',
+        'most_lines': 0,
+      },
     }
   )
+
+
+# Parts of the fidelity study.
+PARTS = ('forced', 'free', 'acceptance', 'tasks', 'longbench', 'ruler')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -420,6 +450,74 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Fidelity:
+  """What the fidelity study measures; see `base`.
+
+  Attributes:
+    parts: of PARTS.
+    peers: of `peer_formulas.FORMULAS`.
+    slots: prompts side by side.
+    forced_tokens, free_tokens: of every shipped prompt.
+    tasks: of the synthetic ones.
+    lengths: tokens of their prompts.
+    depths: places of an answer, 0 to 1.
+    samples: prompts for every length and depth.
+    longbench, longbench_config, ruler: folders.
+    most_lines: of each file; 0 is all.
+  """
+
+  parts: tuple[str, ...]
+  peers: tuple[str, ...]
+  slots: int
+  forced_tokens: int
+  free_tokens: int
+  tasks: tuple[str, ...]
+  lengths: tuple[int, ...]
+  depths: tuple[float, ...]
+  samples: int
+  longbench: str
+  longbench_config: str
+  ruler: str
+  most_lines: int
+
+  def __post_init__(self):
+    for name, least in (
+      ('slots', 1),
+      ('forced_tokens', 1),
+      ('free_tokens', 2),
+      ('samples', 1),
+      ('most_lines', 0),
+    ):
+      value = getattr(self, name)
+      require(
+        value >= least, f'fidelity.{name}={value} must be {least} or more'
+      )
+    for name in ('lengths', 'depths'):
+      require(
+        bool(getattr(self, name)), f"fidelity.{name}='' must have a number"
+      )
+    require(
+      max(self.depths) <= 1, f'fidelity.depths={self.depths} must be in 0..1'
+    )
+    for part, folder in (
+      ('longbench', self.longbench),
+      ('longbench', self.longbench_config),
+      ('ruler', self.ruler),
+    ):
+      require(
+        part not in self.parts or bool(folder),
+        f'fidelity.parts has {part!r}: fidelity.{part} must name a folder of '
+        'JSON lines'
+        + (
+          ', and fidelity.longbench_config one with dataset2prompt.json and '
+          'dataset2maxlen.json'
+          if part == 'longbench'
+          else ''
+        ),
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
   """A whole run, checked: what `base` holds, in the library's types.
 
@@ -453,6 +551,7 @@ class Settings:
   search: Search
   equivalence: Equivalence
   plan: Plan
+  fidelity: Fidelity
 
   def __post_init__(self):
     for name in (
@@ -549,6 +648,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     ),
     equivalence=Equivalence(**values.equivalence.to_dict()),
     plan=_plan(values.plan),
+    fidelity=_fidelity(values.fidelity),
   )
 
 
@@ -782,6 +882,25 @@ def _faults(values: ml_collections.ConfigDict) -> FaultPlan:
     late_s=values.late_s,
     stall_s=values.stall_s,
     peer=peer,
+  )
+
+
+def _fidelity(values: ml_collections.ConfigDict) -> Fidelity:
+  return Fidelity(
+    **values.to_dict()
+    | {
+      'parts': _names('fidelity.parts', values.parts, PARTS),
+      'peers': (
+        _names('fidelity.peers', values.peers, peer_formulas.FORMULAS)
+        if values.peers
+        else ()
+      ),
+      'tasks': _names('fidelity.tasks', values.tasks, synthetic.TASKS),
+      'lengths': tuple(
+        int(n) for n in _numbers('fidelity.lengths', values.lengths, least=1)
+      ),
+      'depths': _numbers('fidelity.depths', values.depths, least=0),
+    }
   )
 
 

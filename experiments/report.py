@@ -157,9 +157,12 @@ def _study_page(
     raise ReportError('there is no summary in the records; run a study first')
   images: dict[str, bytes] = {}
   figures = drawings(records)
+  module = studies.load(study)
+  notes = module.notes(records) if hasattr(module, 'notes') else []
   body = [
     f'<h1>{_text(study.replace("_", " ").capitalize())}</h1>',
-    f'<p>{_text(studies.subject(studies.load(study)))}</p>',
+    f'<p>{_text(studies.subject(module))}</p>',
+    *(f'<p class="note">{_text(words)}</p>' for words in notes),
     *note,
     *(_drawn(drawn, f'{drawn.name}.png', images) for drawn in figures),
     *summaries,
@@ -220,7 +223,21 @@ def last_run(records: list[Record]) -> tuple[list[Record], int]:
   starts = [i for i, r in enumerate(records) if _is_event(r, 'run')]
   if not starts:
     return records, 0
-  return records[starts[-1] :], len(starts) - 1 + (starts[0] > 0)
+  last, before = records[starts[-1] :], records[: starts[-1]]
+  versions = {
+    r['detail']['version'] for r in last if _is_event(r, results.FIDELITY)
+  }
+  if not versions:
+    return last, len(starts) - 1 + (starts[0] > 0)
+  # A fidelity study goes on where it stopped: what it has is what counts.
+  again = {r.get('request') for r in last}
+  kept = {
+    r['request']: r
+    for r in before
+    if (r.get('fidelity') or {}).get('version') in versions
+    and r['request'] not in again
+  }
+  return [*last[:1], *kept.values(), *last[1:]], 0
 
 
 def _is_event(record: Record, name: str) -> bool:
