@@ -6,6 +6,7 @@ Tests that compile with libtpu carry `pytest.mark.xdist_group('libtpu')`: two
 libtpu processes at once fail on its lock file, so one worker runs them all.
 """
 
+import gc
 import os
 import signal
 
@@ -43,6 +44,12 @@ jaxtyping.install_import_hook(
   shape_check.modules_with_arrays(),
   f'{shape_check.__name__}.{shape_check.check.__name__}',
 )
+
+
+def pytest_collection_finish():
+  """Lets garbage collections pass over what lives as long as the process."""
+  gc.collect()
+  gc.freeze()
 
 
 @pytest.fixture(scope='module')
