@@ -361,7 +361,7 @@ def test_progress_of_an_exact_target_in_any_order(prompt_tokens, seed):
     left = [(c, u) for c in chunks for u in c.units()]
     assert progress.complete == (not left)
     assert progress.layer_groups == min(
-      (u.layer_group for _, u in left if u.stream is not anchor), default=2
+      (u.layer_group for _, u in left), default=2
     )
     for string in strings:
       needed = [
