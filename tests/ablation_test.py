@@ -81,8 +81,19 @@ def test_every_axis_of_an_ablation_is_a_field():
   assert cell.settings.prompts == (('book', 192),)
 
 
-def test_two_texts_for_one_cell_are_one():
-  assert _changes(_ablation(axes='codec.k=4,4|(4, 4)')) == ['codec.k=4,4']
+def test_a_cell_that_is_named_twice_is_one():
+  assert _changes(_ablation(axes='codec.k=4,4|8|4,4')) == [
+    'codec.k=4,4',
+    'codec.k=8',
+  ]
+
+
+def test_cells_that_measure_the_same_share_a_result():
+  study = _ablation(axes='scheme=int8|lynx; codec.k,codec.v=4,4|2,2,4')
+  keys = [cell.key for cell in study.cells]
+  assert len(keys) == 4
+  assert keys[0] == keys[1]
+  assert len({*keys}) == 3
 
 
 @pytest.mark.parametrize(
