@@ -122,7 +122,7 @@ def test_a_round_copies_no_cache(name, form):
 
 def test_repeated_rounds_copy_no_cache():
   """Drafts, verifications and their sampling are loops of one program."""
-  model = MODELS['Llama-3.1-8B']
+  model = dataclasses.replace(MODELS['Llama-3.1-8B'], layers=1)
   graphs, params = cached.split(
     nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
   )
@@ -150,7 +150,7 @@ def test_repeated_rounds_copy_no_cache():
     jax.ShapeDtypeStruct((1,), jnp.int32),  # end_tokens
   )
   kernels = [name for name in report.calls if 'split_attention' in name]
-  assert len(kernels) == 2 * LAYERS  # drafts read fewer planes
+  assert len(kernels) == 2  # drafts read fewer planes
   assert not [str(x) for x in tpu_compiler.made(report.hlo) if x.dtype == 'u8']
   assert not copies(report, cache.tail)
   assert report.temp_bytes < n_bytes(cache.prefix[0].k.planes)
