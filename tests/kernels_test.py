@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TPU kernels in interpret mode: integers exactly, floats within a budget."""
 
+import dataclasses
 import functools
 
 import jax
@@ -173,6 +174,7 @@ class SplitTest(parameterized.TestCase):
   def test_bits_are_those_of_the_codec(self, dim, heads, tokens, codec, sinks):
     x = spread((2, tokens, heads, dim))
     x = x.at[:, :, :, 3].set(1.5)  # a constant channel has scale 0
+    x = x.at[1, 5, 0, 7].set(3e38)  # nearly the largest: its sums overflow
     blocks = split_kv_tpu.BlockSizes(
       tokens=1024, heads=1 if tokens > 1024 else 4
     )
@@ -356,23 +358,30 @@ class AttentionTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(
-    {'dim': 128, 'key_dtype': jnp.bfloat16, 'residual': (640, 0)},
+    {
+      'dim': 128,
+      'key_dtype': jnp.bfloat16,
+      'kv_heads': 4,  # the loop over heads has a turn
+      'residual': (640, 0),
+    },
     {'dim': 64, 'k_codec': TOKEN, 'v_codec': TOKEN, 'soft_cap': 5.0},
     {'dim': 64, 'key_dtype': jnp.bfloat16, 'k_codec': TOKEN},
     {'dim': 128, 'k_size': 10, 'q_size': 6.0},
   )
-  def test_many_rows(self, *, key_dtype=jnp.int8, k_size=0, **case):
-    """Two heads, two blocks where lengths differ, slots that end within one."""
+  def test_many_rows(self, *, key_dtype=jnp.int8, kv_heads=2, k_size=0, **case):
+    """Some heads, two blocks where lengths differ, slots that end within one."""
     blocks = split_attention_tpu.BlockSizes(tokens=1024, key_dtype=key_dtype)
+    if key_dtype == jnp.bfloat16:  # as on a wide MXU
+      blocks = dataclasses.replace(blocks, tiles_per_dot=2, heads_ahead=2)
     long = 'residual' in case or 'soft_cap' in case
     capacity, tokens = (2048, (1280, 384)) if long else (640, (640, 384))
     if case.get('soft_cap'):
       case['first'] = np.array([[0, 300, 1300]] * 2).repeat(3, 1)
-    k = random((2, capacity, 2, case['dim'])) + jnp.bfloat16(k_size)
+    k = random((2, capacity, kv_heads, case['dim'])) + jnp.bfloat16(k_size)
     self.check(
       **case,
-      heads=4,
-      kv_heads=2,
+      heads=2 * kv_heads,
+      kv_heads=kv_heads,
       rows=9,
       k=k,
       tokens=tokens,
@@ -458,18 +467,25 @@ class AttentionTest(parameterized.TestCase):
     self.check(k=random((2, 384, 1, 128)) + 10, q_size=1.0)
     self.check(q_size=6.0)
 
-  def test_sink_among_diffuse_tokens(self):
+  @parameterized.parameters(1, 9)
+  def test_sink_among_diffuse_tokens(self, rows):
     # One token 12 nats above 8k others, whose weights of 6e-6 have 16 bits
     # wherever the sink is not in their own group.
     tokens = 8192
     k = random((1, tokens, 1, 64)) * jnp.bfloat16(0.3)
     v = random((1, tokens, 1, 64), 1)
-    q = random((1, 1, 4, 64), 2)
-    push = q[0, 0].mean(0).astype(jnp.float32)
+    q = random((1, rows, 4, 64), 2)
+    push = q[0].mean((0, 1)).astype(jnp.float32)
     push = push * 12 * 8 / (push @ push)
     k = k.at[0, 700, 0].set(push.astype(jnp.bfloat16))
     self.check(
-      dim=64, k=k, v=v, tokens=(tokens,), capacity=tokens, budget=0.006
+      dim=64,
+      rows=rows,
+      k=k,
+      v=v,
+      tokens=(tokens,),
+      capacity=tokens,
+      budget=0.006,
     )
 
   def test_agrees_with_xla(self):

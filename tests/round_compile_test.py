@@ -22,6 +22,7 @@ from lynx_jax.models import cached, presets
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.pallas_kernels import dispatch
 from lynx_jax.speculative import decode
+from lynx_jax.speculative import slots as slots_lib
 
 pytestmark = pytest.mark.xdist_group('libtpu')
 
@@ -84,8 +85,15 @@ def copies(report, cache):
   ]
 
 
-@pytest.mark.parametrize('form', ['draft', 'sharpened', 'verify'])
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize(
+  ('name', 'form'),
+  [
+    ('SmolLM2-135M', 'draft'),
+    ('SmolLM2-135M', 'sharpened'),
+    ('SmolLM2-135M', 'verify'),
+    ('Llama-3.1-8B', 'sharpened'),  # the others are in `rounds`, below
+  ],
+)
 def test_a_round_copies_no_cache(name, form):
   # One form of few rows has the largest block, that with most planes;
   # kernel_costs_test compiles that of many rows.
@@ -116,6 +124,42 @@ def test_a_round_copies_no_cache(name, form):
   assert not [str(x) for x in tpu_compiler.made(report.hlo) if x.dtype == 'u8']
   assert not copies(report, tail)
   assert report.temp_bytes < n_bytes(prefix[0].k.planes)
+
+
+def test_repeated_rounds_copy_no_cache():
+  """Drafts, verifications and their sampling are loops of one program."""
+  model = dataclasses.replace(MODELS['Llama-3.1-8B'], layers=1)
+  graphs, params = cached.split(
+    nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
+  )
+  cache = jax.eval_shape(lambda: kv_cache.empty(model, CodecConfig(), ENGINE))
+  slots = jax.eval_shape(
+    lambda: slots_lib.empty(
+      ENGINE.slots,
+      drafts=ENGINE.verify_rows - 1,
+      output_tokens=ENGINE.output_tokens,
+    )
+  )
+  programs = decode._programs(graphs, ENGINE.verify_rows, dispatch.PALLAS_TPU)
+  number = jax.ShapeDtypeStruct((), jnp.int32)
+  report = tpu_compiler.compile_for(
+    'v5e',
+    programs.rounds,
+    params,
+    kv_cache.anchor_only(cache.prefix),
+    cache.prefix,
+    cache.tail,
+    slots,
+    jax.ShapeDtypeStruct((ENGINE.slots,), jnp.bool_),
+    number,  # draft_tokens
+    number,  # max_rounds
+    jax.ShapeDtypeStruct((1,), jnp.int32),  # end_tokens
+  )
+  kernels = [name for name in report.calls if 'split_attention' in name]
+  assert len(kernels) == 2  # drafts read fewer planes
+  assert not [str(x) for x in tpu_compiler.made(report.hlo) if x.dtype == 'u8']
+  assert not copies(report, cache.tail)
+  assert report.temp_bytes < n_bytes(cache.prefix[0].k.planes)
 
 
 # Rows of a verification: a prime that divides no other dimension.
