@@ -16,12 +16,13 @@ from typing import Any
 
 from experiments import config, display, prompts, results, serving, summaries
 from lynx_jax import programs, timeline
-from lynx_jax.config import EngineConfig, check_together
+from lynx_jax.config import EngineConfig, check_together, require
 from lynx_jax.engine import Costs, Engine, Form, Mode, Request, Step
 from lynx_jax.timeline import Phase
 
 _STEPS = 20  # pairs of steps that a ratio of step times is the median of
 _PREFILLS = 3  # one alone was 20 % off the run's median (measured)
+_LONGEST_TRANSFER_S = 3600.0  # nobody wants to wait longer in silence
 _CHUNK_SHARE = 0.01  # of the bound: the longest that a chunk may take
 
 
@@ -143,6 +144,13 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
           f'{file}, {len(prompt)} tokens: prefill and split {prefill_s:.2f} s,'
           f' decode step {step_s:.3f} s, INT8 {size / 1e6:.1f} MB; at '
           f'{rate_gbps * 1e3:.4g} Mbit/s the share is {share:.1%}'
+        )
+        transfer_s = size * 8e-9 / rate_gbps + rtt_ms / 1e3
+        require(
+          transfer_s <= _LONGEST_TRANSFER_S,
+          f'{file}: INT8 takes {transfer_s / 3600:.3g} hours at '
+          f'link.rate_gbps={rate_gbps:.4g}, link.rtt_ms={rtt_ms:g}; take a '
+          'faster link or fewer prompt_tokens',
         )
         cases.append(
           _Case(

@@ -27,7 +27,9 @@ LAYERS = (
   ('models',),
   ('prefill',),
   ('transport',),
-  ('wire', 'sender', 'handshake', 'prefill_server', 'remote_prefill'),
+  ('wire', 'sender', 'handshake'),
+  ('agreed_prefill', 'lockstep'),
+  ('prefill_server', 'remote_prefill'),
   ('speculative',),
   ('engine',),
 )
