@@ -99,6 +99,15 @@ def prompt(kind: Kind, tokens: int, seed: int = 0) -> list[int]:
   return rng.integers(0, kind.model.vocab, tokens).tolist()
 
 
+def keeping(programs: str) -> dict[str, str]:
+  """Returns the environment of processes that share compiled programs."""
+  return {
+    'JAX_ENABLE_COMPILATION_CACHE': 'true',
+    'JAX_COMPILATION_CACHE_DIR': programs,
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+  }
+
+
 class Process:
   """A prefill process that prints its port, and answers commands.
 
@@ -174,13 +183,20 @@ class Prefill(Process):
     kind: a name of KINDS.
     host: numeric address that it serves at.
     inside: command words that put it in a namespace.
+    programs: folder of compiled programs; the next one there starts sooner.
   """
 
   def __init__(
-    self, kind: str, host: str = '127.0.0.1', inside: Sequence[str] = ()
+    self,
+    kind: str,
+    host: str = '127.0.0.1',
+    inside: Sequence[str] = (),
+    programs: str | None = None,
   ):
     own = (sys.executable, '-m', 'experiments.pair', kind, host)
-    super().__init__([*inside, *own], host)
+    super().__init__(
+      [*inside, *own], host, {} if programs is None else keeping(programs)
+    )
 
   def memory(self) -> int:
     """Returns its resident bytes, after giving back what malloc keeps."""

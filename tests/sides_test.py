@@ -7,7 +7,6 @@ must not abort the other.
 
 import contextlib
 import json
-import os
 import pathlib
 import socket
 import subprocess
@@ -30,7 +29,6 @@ class Process:
         *map(str, arguments),
       ],
       cwd=ROOT,
-      env=os.environ | {'JAX_ENABLE_COMPILATION_CACHE': 'false'},
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,

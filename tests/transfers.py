@@ -21,10 +21,7 @@ FORMATS = [
   for name in ('lynx', 'dense', 'exact')
 ]
 model = engines.model
-ENVIRONMENT = {
-  'JAX_ENABLE_COMPILATION_CACHE': 'true',
-  'JAX_NUM_CPU_DEVICES': '2',
-}
+ENVIRONMENT = {'JAX_NUM_CPU_DEVICES': '2'}
 
 
 class Child(pair.Process):
@@ -37,11 +34,7 @@ class Child(pair.Process):
   def __init__(self, cache: pathlib.Path):
     super().__init__(
       [sys.executable, '-m', 'tests.prefill_process'],
-      environment=ENVIRONMENT
-      | {
-        'JAX_COMPILATION_CACHE_DIR': str(cache),
-        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-      },
+      environment=ENVIRONMENT | pair.keeping(str(cache)),
     )
 
 
