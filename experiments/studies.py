@@ -12,6 +12,7 @@ import types
 MODULES = {
   'codec_search': 'experiments.codec_search',
   'equivalence': 'experiments.equivalence',
+  'plan': 'experiments.plan',
 }
 
 
