@@ -158,13 +158,7 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
           f' decode step {step_s:.3f} s, INT8 {size / 1e6:.1f} MB; at '
           f'{rate_gbps * 1e3:.4g} Mbit/s the share is {share:.1%}'
         )
-        transfer_s = size * 8e-9 / rate_gbps + rtt_ms / 1e3
-        require(
-          transfer_s <= _LONGEST_TRANSFER_S,
-          f'{file}: INT8 takes {transfer_s / 3600:.3g} hours at '
-          f'link.rate_gbps={rate_gbps:.4g}, link.rtt_ms={rtt_ms:g}; take a '
-          'faster link or fewer prompt_tokens',
-        )
+        check_wait(file, size, rate_gbps, rtt_ms)
         seen_gbps = rate_gbps
         if settings.auto and not settings.link.emulated:
           seen_gbps = _seen_gbps(line.engine, prompt, rtt_ms)
@@ -238,6 +232,19 @@ def _advised(settings, model, texts, plan: _Plan, screen) -> config.Scheme:
     + ', '.join(f'{name} {s / runs:.3g} s' for name, s in first_s.items())
   )
   return next(s for s in settings.schemes if s.name == chosen)
+
+
+def check_wait(
+  prompt: str, size_bytes: int, rate_gbps: float, rtt_ms: float
+) -> None:
+  """Raises `ConfigError` if a transfer takes hours of silence."""
+  transfer_s = size_bytes * 8e-9 / rate_gbps + rtt_ms / 1e3
+  require(
+    transfer_s <= _LONGEST_TRANSFER_S,
+    f'{prompt}: INT8 takes {transfer_s / 3600:.3g} hours at '
+    f'link.rate_gbps={rate_gbps:.4g}, link.rtt_ms={rtt_ms:g}; take a faster '
+    'link or fewer prompt_tokens',
+  )
 
 
 class _Study:
