@@ -106,6 +106,12 @@ def mesh_of(mesh: jax.sharding.Mesh) -> Mesh:
   return shards, replicas, len(processes)
 
 
+def process_of(mesh: jax.sharding.Mesh) -> int:
+  """Returns which of the mesh's processes this one is."""
+  processes = {device.process_index for device in mesh.devices.flat}
+  return sorted(processes).index(jax.process_index())
+
+
 def described(mesh: Mesh) -> str:
   """Returns a mesh in words."""
   shards, replicas, processes = mesh

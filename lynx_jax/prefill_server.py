@@ -90,7 +90,7 @@ class PrefillServer:
     own = mesh.of(nnx.state(model))
     for wire in formats:
       wire_lib.check_mesh(wire.codec, own)
-    self.mesh = handshake.mesh_of(own)
+    self.mesh, self._process = handshake.mesh_of(own), handshake.process_of(own)
     self._formats = formats
     self._lockstep = (
       None if exchange is None else Lockstep(exchange, self._make)
@@ -203,10 +203,10 @@ class PrefillServer:
         sender=f'{heads} {handshake.described(self.mesh)}',
         receiver=handshake.described(hello.mesh),
       )
-    if hello.process != jax.process_index():
+    if hello.process != self._process:
       return messages.Refused(
         field=messages.PROCESS,
-        sender=jax.process_index(),
+        sender=self._process,
         receiver=hello.process,
       )
     try:

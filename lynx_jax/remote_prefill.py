@@ -132,6 +132,7 @@ class RemotePrefill:
     self._wire = wire
     mesh = mesh_lib.of_sharding(sharding)
     self._mesh, self._local = handshake.mesh_of(mesh), mesh_lib.local(mesh)
+    self._process = handshake.process_of(mesh)
     self._theirs: messages.Mesh | None = None  # the sender's; it may not change
     self._places: tuple[Any, ...] = ()
     self._facts = handshake.facts(wire, fingerprint)
@@ -413,7 +414,7 @@ class RemotePrefill:
           window_bytes=self._window_bytes,
           pulls=self._server is not None,
           mesh=self._mesh,
-          process=jax.process_index(),
+          process=self._process,
         )
       )
       answer = channel.receive(self._patience.handshake_s)
