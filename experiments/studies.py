@@ -2,8 +2,9 @@
 """The studies that a config can name.
 
 Each is a module with `run(settings, writer, screen)`, which writes records, and
-perhaps `draw(records)`, which returns the `drawing.Drawing`s of its report.
-They run in one process. Any other name is a latency study.
+perhaps `draw(records)`, which returns the `drawing.Drawing`s of its report, and
+`notes(records)`, which returns paragraphs for it. They run in one process. Any
+other name is a latency study.
 """
 
 import importlib
@@ -13,6 +14,7 @@ MODULES = {
   'codec_search': 'experiments.codec_search',
   'equivalence': 'experiments.equivalence',
   'plan': 'experiments.plan',
+  'fidelity': 'experiments.fidelity_study',
 }
 
 
