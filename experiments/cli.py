@@ -118,8 +118,6 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
     if study is None:
       study = _named_study(settings, role, argv)
     study(settings, writer, screen)
-    if settings.study in _STUDIES:
-      return 0
     with screen.step('drawing the report'):
       from experiments import report
 

@@ -87,6 +87,9 @@ def base() -> ml_collections.ConfigDict:
         'recent_tokens': 64,
         # An exact plane follows: output equals that of bf16. No rotation.
         'exact': False,
+        # Groups of generated tokens are packed too, recent_tokens late; else
+        # they stay dense. Without effect on bf16 and lynx_exact.
+        'generated': False,
         # Other widths for ranges of layers: '0:6 k=8 v=4,4; 24:30 v=2,2'.
         'layers': '',
       },
@@ -155,9 +158,18 @@ def base() -> ml_collections.ConfigDict:
       # A last run that measures acceptance alone; no tokens, no run.
       'acceptance': {'draft_tokens': 8, 'output_tokens': 0},
       # The codec search: changes of fields of `codec`, one candidate an entry,
-      # 'k_rotation=hadamard recent_tokens=128; v_axis=token'. Acceptance is
-      # measured for so many of those within most_bits that have the least KL.
-      'search': {'codecs': '', 'most_bits': 4.8, 'drafted': 2},
+      # 'k_rotation=hadamard recent_tokens=128; v_axis=token'; anchor=2 makes an
+      # Anchor of two planes, code=log one of powers of two. Acceptance is
+      # measured for so many of those within most_bits that have the least KL;
+      # KL layer by layer on so many prompts. One call measures so many prompts
+      # (0: all).
+      'search': {
+        'codecs': '',
+        'most_bits': 4.8,
+        'drafted': 2,
+        'layer_prompts': 1,
+        'at_once': 0,
+      },
       # The equivalence study: how many prompts it cuts out of the texts, of how
       # many tokens at least, and how many of them one call measures (0: all).
       'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
@@ -290,12 +302,29 @@ class Transfer:
     )
 
 
+class Code(enum.Enum):
+  """Levels of an Anchor in the codec search; engines have the linear one."""
+
+  LINEAR = 'linear'
+  LOG = 'log'
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-  """A codec of the search, and what distinguishes it."""
+  """A codec of the search, and what distinguishes it.
+
+  Attributes:
+    name: the entry.
+    codec: the nested code.
+    anchor: leading planes that drafts read. Engines send one; the search also
+      shows what a 3-bit Anchor, planes 2 and 1, would do.
+    code: of what drafts read.
+  """
 
   name: str
   codec: CodecConfig
+  anchor: int = 1
+  code: Code = Code.LINEAR
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -304,21 +333,25 @@ class Search:
 
   Attributes:
     candidates: the run's own codec, then those of the config.
-    most_bits: of the Anchor, on every prompt.
+    most_bits: of the Anchor, on the first prompt.
     drafted: candidates whose acceptance is measured.
+    layer_prompts: on how many prompts KL is measured layer by layer.
+    at_once: prompts that one call measures; 0 is all.
   """
 
   candidates: tuple[Candidate, ...]
   most_bits: float
   drafted: int
+  layer_prompts: int
+  at_once: int
 
   def __post_init__(self):
     require(
       self.most_bits > 0, f'search.most_bits={self.most_bits} must be positive'
     )
-    require(
-      self.drafted >= 0, f'search.drafted={self.drafted} must be 0 or more'
-    )
+    for name in ('drafted', 'layer_prompts', 'at_once'):
+      value = getattr(self, name)
+      require(value >= 0, f'search.{name}={value} must be 0 or more')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -459,6 +492,8 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
       candidates=_candidates(values),
       most_bits=values.search.most_bits,
       drafted=values.search.drafted,
+      layer_prompts=values.search.layer_prompts,
+      at_once=values.search.at_once,
     ),
     equivalence=Equivalence(**values.equivalence.to_dict()),
   )
@@ -472,16 +507,22 @@ def scheme(name: str, codec: CodecConfig) -> Scheme:
   """
   kind = SCHEMES[name]
   if kind.planes is not None:
-    codec = dataclasses.replace(
-      codec,
-      k=dataclasses.replace(codec.k, planes=kind.planes),
-      v=dataclasses.replace(codec.v, planes=kind.planes),
-      exact=False,
-      layers=(),
-    )
+    codec = with_planes(codec, kind.planes)
   if kind.exact:
-    codec = dataclasses.replace(_unrotated(codec), exact=True)
+    codec = dataclasses.replace(_unrotated(codec), exact=True, generated=False)
   return Scheme(name=name, codec=codec, order=kind.order)
+
+
+def with_planes(codec: CodecConfig, planes: tuple[int, ...]) -> CodecConfig:
+  """Returns a codec with these planes in every layer, and nothing exact."""
+  return dataclasses.replace(
+    codec,
+    k=dataclasses.replace(codec.k, planes=planes),
+    v=dataclasses.replace(codec.v, planes=planes),
+    exact=False,
+    generated=codec.generated and bool(planes),
+    layers=(),
+  )
 
 
 def _unrotated(codec: Any) -> Any:
@@ -645,6 +686,7 @@ def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
     sinks=values.sinks,
     recent_tokens=values.recent_tokens,
     exact=values.exact,
+    generated=values.generated,
     layers=layer_codecs(values.layers, tensors),
   )
 
@@ -681,8 +723,15 @@ def _candidates(values: ml_collections.ConfigDict) -> tuple[Candidate, ...]:
   entries = (part.strip() for part in values.search.codecs.split(';'))
   for entry in filter(None, entries):
     changed = values.codec.copy_and_resolve_references()
+    anchor, code = 1, Code.LINEAR
     for word in entry.split():
       field, equals, value = word.partition('=')
+      if field == 'anchor' and value.isdecimal():
+        anchor = _positive(f'search.codecs={entry!r}: anchor', int(value))
+        continue
+      if field == 'code':
+        code = _enum(f'search.codecs={entry!r}: code', Code, value)
+        continue
       require(
         bool(equals) and field in changed and field != 'layers',
         f'search.codecs={entry!r}: {word!r} must be FIELD=VALUE with a field '
@@ -695,7 +744,9 @@ def _candidates(values: ml_collections.ConfigDict) -> tuple[Candidate, ...]:
         require(
           False, f'search.codecs={entry!r}: {word!r} is no {kind.__name__}'
         )
-    found.append(Candidate(name=entry, codec=_codec(changed)))
+    found.append(
+      Candidate(name=entry, codec=_codec(changed), anchor=anchor, code=code)
+    )
   return tuple(found)
 
 

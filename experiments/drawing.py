@@ -111,6 +111,11 @@ def styles_of(requests: Iterable[selection.Trace]) -> dict[str, Style]:
   }
 
 
+def palette() -> tuple[Style, ...]:
+  """Returns styles for lines that stand for no scheme."""
+  return tuple(_STYLES.values())
+
+
 def save(drawing: Drawing, path: Any, kind: str) -> None:
   """Saves a figure as `png` or `svg`; the same figure gives the same bytes."""
   metadata = {'Software': None} if kind == 'png' else {'Date': None}

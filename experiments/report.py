@@ -71,46 +71,55 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
 
   Args:
     records: as `results.read` yields them. A run begins with the event `run`
-      (`results.run_record`); of several runs the last is shown.
+      (`results.run_record`); of several runs the last is shown. Studies that
+      go on where they stopped have figures of all their runs.
 
   Returns:
     The text of the page, and PNGs by file name.
 
   Raises:
-    ReportError: there is no request among them.
+    ReportError: there is nothing to show among them.
   """
   from experiments import drawing, figures, selection
 
-  records, earlier = _last_run(list(records))
+  whole = list(records)
+  records, earlier = _last_run(whole)
   groups: dict[Any, list[selection.Trace]] = {}
   for trace in traces(records):
     groups.setdefault((trace['study'], trace['model']), []).append(trace)
   runs = _acceptance_runs(records)
-  if not groups:
+  others = figures.draw_others(whole)
+  if not groups and not others:
     raise ReportError('there is no request in the records; run a study first')
   images: dict[str, bytes] = {}
   parts = []
+
+  def add(drawn, name):
+    png, svg = io.BytesIO(), io.BytesIO()
+    drawing.save(drawn, png, 'png')
+    drawing.save(drawn, svg, 'svg')
+    images[name] = png.getvalue()
+    parts.append(_figure(drawn, name, svg.getvalue()))
+
   for (study, model), group in groups.items():
     prefix = f'{_slug(study)}-{_slug(model)}-' if len(groups) > 1 else ''
     parts.append(f'<h2>{_text(study or "study")}: {_text(model or "")}</h2>')
     parts.append(_comparison(group))
     for drawn in figures.draw(group, runs.get((study, model), ())):
-      name = f'{prefix}{drawn.name}.png'
-      png, svg = io.BytesIO(), io.BytesIO()
-      drawing.save(drawn, png, 'png')
-      drawing.save(drawn, svg, 'svg')
-      images[name] = png.getvalue()
-      parts.append(_figure(drawn, name, svg.getvalue()))
+      add(drawn, f'{prefix}{drawn.name}.png')
     parts.append(_requests(group))
+  for drawn in others:
+    add(drawn, f'{drawn.name}.png')
   everything = [trace for group in groups.values() for trace in group]
   body = [
-    _head(everything),
+    _head(everything) if groups else '<h1>What was measured</h1>',
     *_summaries(records),
-    *([_EARLIER.format(runs=earlier)] if earlier else []),
+    *([_EARLIER.format(runs=earlier)] if earlier and groups else []),
     *parts,
     *_origin(records, everything),
   ]
-  title = ', '.join(dict.fromkeys(str(study) for study, _ in groups))
+  titles = [str(study) for study, _ in groups] or [d.title for d in others]
+  title = ', '.join(dict.fromkeys(titles))
   return _PAGE.format(title=_text(title), body='\n'.join(body)), images
 
 

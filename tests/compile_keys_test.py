@@ -52,17 +52,23 @@ def compiled():
 
 
 @pytest.mark.parametrize(
-  'planes, exact', [((4, 4), False), ((8,), False), ((8,), True)]
+  'planes, exact, generated',
+  [((4, 4), False, False), ((8,), False, True), ((8,), True, False)],
 )
 def test_warm_up_compiles_the_table_and_requests_nothing(
-  planes, exact, compiled
+  planes, exact, generated, compiled
 ):
   to = jax.devices()[0]
   model = Transformer(presets.tiny(head_dim=16), rngs=nnx.Rngs(params=0))
   nnx.update(model, jax.device_put(nnx.state(model), to))
   tensor = TensorCodec(planes=planes)
   codec = CodecConfig(
-    group=32, recent_tokens=16, k=tensor, v=tensor, exact=exact
+    group=32,
+    recent_tokens=16,
+    k=tensor,
+    v=tensor,
+    exact=exact,
+    generated=generated,
   )
   config = EngineConfig(
     slots=2,
@@ -107,13 +113,15 @@ def test_warm_up_compiles_the_table_and_requests_nothing(
       expected['rounds'] = 1
     if exact:
       expected['exact'] = 13
+    if generated:
+      expected['grow'] = 2
     assert found == expected
     table = _DOCS.read_text(encoding='utf-8')
     assert all(f'`{name}`' in table for name in found)
 
     rng = np.random.default_rng(0)
     with programs.counting() as counts:
-      for length in (1, 48, 65, 256):
+      for length in (1, 48, 65, 76, 256):
         prompt = rng.integers(0, 256, length).tolist()
         engine.generate(Request(prompt=prompt, output_tokens=6))
     assert counts.compiles == 0

@@ -3,14 +3,27 @@
 
 import dataclasses
 import io
+import types
 
 import pytest
 
 from configs import equivalence as configured
-from experiments import cli, config, display, equivalence, results, serving
+from experiments import (
+  cli,
+  config,
+  display,
+  equivalence,
+  report,
+  results,
+  serving,
+)
 from lynx_jax.config import ConfigError
 
 FIGURE = 'equal_to_bf16_exact'
+ROUNDS = [
+  {'prompt': 'a', 'label': label, 'draft_tokens': 4, 'rounds': [(4, 3), (4, 4)]}
+  for label in ('γ = 4', '2 bits, Anchor alone')
+]
 
 
 def _settings(**fields) -> config.Settings:
@@ -56,7 +69,8 @@ def measured(monkeypatch) -> list[str]:
     return {FIGURE: len(names) != 2, 'bits_total_exact': len(piece.tokens)}
 
   monkeypatch.setattr(equivalence, 'measure', measure)
-  monkeypatch.setattr(equivalence, 'Bench', lambda *_: None)
+  bench = types.SimpleNamespace(rounds=ROUNDS)
+  monkeypatch.setattr(equivalence, 'Bench', lambda *_: bench)
   return names
 
 
@@ -86,6 +100,9 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, measured):
   assert measured[1:] == names[5:]
   assert summaries[FIGURE]['n'] == 8
   assert 'left' not in said
+  page, images = report.render(results.read(tmp_path / results.FILE))
+  assert [*images] == ['acceptance.png', 'upgrade.png']
+  assert 'Drafts that sharpen' in page
 
 
 def test_figures_of_other_settings_do_not_count(tmp_path, measured):

@@ -118,6 +118,9 @@ def rounds(
 ) -> tuple[Tails, Slots]:
   """Repeats draft → verify → commit until all wanted slots have ended.
 
+  It stops before a verification that needs another group of generated tokens
+  in the prefix, which only the host can put there.
+
   With `draft_tokens` = 0 a round is plain decoding in the verify program.
 
   Args:
@@ -135,7 +138,11 @@ def rounds(
 
   def more(carry):
     done, _, slots = carry
-    return (done < max_rounds) & jnp.any(wanted & (slots.remaining > 0))
+    return (
+      (done < max_rounds)
+      & jnp.any(wanted & (slots.remaining > 0))
+      & ~jnp.any(wanted & slots.due(rows))
+    )
 
   def one(carry):
     done, tail, slots = carry
@@ -175,7 +182,8 @@ def draft_rows(
   """Returns the tokens to draft from, and where they stand."""
   drafting, token = slots_lib.next_draft(slots, wanted, limit, end_tokens)
   first = slots.length + slots.n_drafts
-  return token[:, None], Rows(first, slots.prefix_tokens, drafting)
+  ends = slots.prefix_ends(first, 1)
+  return token[:, None], Rows(first, slots.prefix_tokens, drafting, ends)
 
 
 def verify_rows(
@@ -185,7 +193,10 @@ def verify_rows(
   drafts = slots.drafts[:, : rows - 1]
   tokens = jnp.concatenate([slots.last_token[:, None], drafts], axis=1)
   return tokens, Rows(
-    slots.length, slots.prefix_tokens, wanted & (slots.remaining > 0)
+    slots.length,
+    slots.prefix_tokens,
+    wanted & (slots.remaining > 0),
+    slots.prefix_ends(slots.length, rows),
   )
 
 
@@ -380,6 +391,44 @@ class Decoder:
     )
     return dataclasses.replace(cache, tail=tail), slots
 
+  def grow(
+    self, cache: Cache, slots: Slots, state: Slots
+  ) -> tuple[Cache, Slots]:
+    """Packs the groups that the next verification needs; donates the prefix.
+
+    Args:
+      cache: of all slots.
+      slots: of all; they must not be in an open verification.
+      state: the same, fetched.
+    """
+    for slot in map(int, np.flatnonzero(state.remaining)):
+      length, grown = (int(x[slot]) for x in (state.length, state.grown_tokens))
+      cache, slots = self.pack(cache, slots, slot, length, grown)
+    return cache, slots
+
+  def pack(
+    self, cache: Cache, slots: Slots, slot: int, length: int, grown_tokens: int
+  ) -> tuple[Cache, Slots]:
+    """Does the same for one slot; see `grow`.
+
+    Args:
+      cache, slots: as there.
+      slot: which.
+      length, grown_tokens: of the slot.
+    """
+    growth = slots.growth
+    missing = (
+      growth.missing(grown_tokens, length + self.rows - 1) if growth else 0
+    )
+    for _ in range(missing):
+      prefix = tuple(
+        self._programs.pack(*held, slots, np.int32(slot))
+        for held in zip(cache.prefix, cache.tail, strict=True)
+      )
+      cache = dataclasses.replace(cache, prefix=prefix)
+      slots = self._programs.grow(slots, np.int32(slot))
+    return cache, slots
+
   def _layers(
     self, params, h, prefix, tail, where, groups, residual_tokens=None
   ):
@@ -399,6 +448,8 @@ class Decoder:
 
 @dataclasses.dataclass(frozen=True)
 class _Programs:
+  grow: Callable
+  pack: Callable
   open_draft: Callable
   open_verify: dict[int, Callable]
   layers: Callable
@@ -468,12 +519,25 @@ def _programs(
       implementation=implementation,
     )
 
+  def pack(prefix, tail, slots, slot):
+    return kv_cache.pack_group(
+      prefix,
+      tail,
+      slot,
+      slots.prefix_tokens[slot],
+      slots.grown_tokens[slot],
+      group=slots.growth.group,
+      implementation=implementation,
+    )
+
   everywhere = PartitionSpec()
   tails = mesh_lib.spec('L B S K H')
   make = functools.partial(
     program, out_shardings=mesh_lib.outputs(mesh, everywhere)
   )
   return _Programs(
+    grow=make(slots_lib.grow, name='grow', donate=(0,)),
+    pack=program(pack, name='grow', donate=(0,)),
     open_draft=make(open_draft, name='draft'),
     open_verify={
       count: make(functools.partial(open_verify, rows=count), name='verify')
@@ -518,7 +582,8 @@ def reference_decode(
     The tokens of each slot, token 1 first; the cache; and the slots.
   """
   wanted = np.ones(slots.length.shape, bool)
-  while fetch(slots.remaining).any():
+  while (state := fetch(slots)).remaining.any():
+    cache, slots = decoder.grow(cache, slots, state)
     cache, slots = decoder.verify(params, cache, slots, wanted, target=target)
   out, count = fetch((slots.out, slots.n_out))
   tokens = [row[:n].tolist() for row, n in zip(out, count, strict=True)]
