@@ -531,13 +531,20 @@ def _programs(
     )
 
   everywhere = PartitionSpec()
-  tails = mesh_lib.spec('L B S K H')
+  tails, planes = (mesh_lib.spec(a) for a in ('L B S K H', 'L B K R Q'))
   make = functools.partial(
     program, out_shardings=mesh_lib.outputs(mesh, everywhere)
   )
   return _Programs(
     grow=make(slots_lib.grow, name='grow', donate=(0,)),
-    pack=program(pack, name='grow', donate=(0,)),
+    pack=program(
+      pack,
+      name='grow',
+      donate=(0,),
+      out_shardings=mesh_lib.outputs(
+        mesh, Prefix(planes, planes, tails, tails)
+      ),
+    ),
     open_draft=make(open_draft, name='draft'),
     open_verify={
       count: make(functools.partial(open_verify, rows=count), name='verify')
