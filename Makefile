@@ -3,6 +3,7 @@
 #
 #   make demo      the main job on a real model, with a table at the end
 #   make latency   the latency study: five prompts, both modes (25 minutes)
+#   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
 #   make test      lint, types and the whole test suite
@@ -37,11 +38,12 @@ STAMPS := .venv/stamps
 
 DEMO_DIR ?= runs/demo
 LATENCY_DIR ?= runs/latency
+PLAN_DIR ?= runs/plan
 EQUIVALENCE_DIR ?= runs/equivalence
 TRANSPORT_DIR ?= runs/transport
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency equivalence-study transport-study test lint format lock clean setup setup-test
+.PHONY: help demo latency plan equivalence-study transport-study test lint format lock clean setup setup-test
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -51,6 +53,9 @@ demo: $(STAMPS)/run
 latency: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/latency.py \
 	  --workdir='$(LATENCY_DIR)'
+
+plan: $(STAMPS)/run
+	$(RUN) -m experiments.main --config=configs/plan.py --workdir='$(PLAN_DIR)'
 
 equivalence-study: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/equivalence.py \

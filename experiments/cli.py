@@ -5,7 +5,6 @@ It knows no study but the one that it starts; `main` has its help.
 """
 
 import contextlib
-import importlib
 import json
 import os
 import platform
@@ -18,7 +17,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import config, display, options, prompts, results
+from experiments import config, display, options, prompts, results, studies
 from lynx_jax.config import ConfigError
 from lynx_jax.models.errors import WeightsError
 from lynx_jax.transport.streams import TransferError
@@ -27,12 +26,6 @@ from lynx_jax.transport.streams import TransferError
 Study = Callable[[config.Settings, results.Writer, display.Screen], None]
 
 USER_MISTAKE = 2
-# Studies by their names in the config, each a module with `run`. They have no
-# second process, and no requests to draw. Any other name is a latency study.
-_STUDIES = {
-  'codec_search': 'experiments.codec_search',
-  'equivalence': 'experiments.equivalence',
-}
 PEER_LOST = 3
 _MOST_KEPT_BYTES = 1 << 30  # of compiled programs; the oldest go first
 _EXAMPLE = '--config=configs/demo.py --workdir=runs/demo'
@@ -141,14 +134,14 @@ def _named_study(
   argv: Sequence[str],
 ) -> Study:
   # JAX takes a second to import: mistakes in flags are told before.
-  if settings.study in _STUDIES:
+  if settings.study in studies.MODULES:
     if role is not None:
       raise ConfigError(
         f'--role={role.role}: study {settings.study!r} runs in one process; '
         'leave it out'
       )
     _make_devices(settings.cpu_devices)
-    return importlib.import_module(_STUDIES[settings.study]).run
+    return studies.load(settings.study).run
   if role is None:
     _make_devices(settings.cpu_devices)
     from experiments import latency

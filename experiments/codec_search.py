@@ -42,6 +42,7 @@ from lynx_jax.programs import fetch, program
 from lynx_jax.shapes import Array, BFloat16, Bool, Float32, Int32
 from lynx_jax.transport.streams import WireFormat
 
+RESUMES = True
 _BLOCK = 64  # rows of a teacher-forced pass
 
 # Keys and values of a layer: of the prompts, and of what was generated.
@@ -52,6 +53,15 @@ Both = tuple[Float32[Array, 'B T V'], Float32[Array, 'B T V']]
 
 # What is known of a prompt: the details of its record.
 Found = Mapping[str, Any]
+
+
+def draw(records: Sequence[Mapping[str, Any]]) -> list[Any]:
+  """Returns the drawings of the report; see `figures.codecs`."""
+  from experiments import drawing
+  from experiments.figures import codecs
+
+  with drawing.look():
+    return [*codecs.draw(records)]
 
 
 def run(

@@ -44,7 +44,8 @@ def base() -> ml_collections.ConfigDict:
     {
       # Name of the study in records.
       'study': 'demo',
-      # One name of SCHEMES, or several with commas between.
+      # One name of SCHEMES, or several with commas between; or auto, what the
+      # planner advises for the link and the costs measured at the start.
       'scheme': 'bf16,int8,int4,lynx,interleaved',
       # serial, overlapped, or both with a comma between.
       'mode': 'serial',
@@ -173,6 +174,21 @@ def base() -> ml_collections.ConfigDict:
       # The equivalence study: how many prompts it cuts out of the texts, of how
       # many tokens at least, and how many of them one call measures (0: all).
       'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
+      # The plan: names of presets and slices, lengths of prompts, rates in
+      # Gbit/s and how many requests come, with commas between; every
+      # combination is predicted. Lengths are uniform within 1 ± spread of the
+      # one named; requests arrive at once, or at random so many a second.
+      # `records` is a measured latency study to be predicted first.
+      'plan': {
+        'records': '',
+        'models': 'Llama-3.1-8B',
+        'slices': 'v5e-8',
+        'prompt_tokens': '8192',
+        'link_gbps': '10',
+        'in_flight': '1',
+        'spread': 0.0,
+        'arrivals_per_s': 0.0,
+      },
     }
   )
 
@@ -201,6 +217,11 @@ SCHEMES = {
   'lynx_exact': SchemeKind(planes=None, exact=True),
   'interleaved': SchemeKind(planes=None, order=Order.INTERLEAVED),
 }
+
+
+# Those whose output is that of 8 bits or better, the most faithful first.
+FAITHFUL = ('bf16', 'int8', 'lynx')
+_AUTO = 'auto'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -377,10 +398,38 @@ class Equivalence:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """What the planner predicts; see `base`."""
+
+  records: str
+  models: tuple[str, ...]
+  slices: tuple[str, ...]
+  prompt_tokens: tuple[int, ...]
+  rates_gbps: tuple[float, ...]
+  in_flight: tuple[int, ...]
+  spread: float
+  arrivals_per_s: float
+
+  def __post_init__(self):
+    for name in ('models', 'slices', 'prompt_tokens', 'in_flight'):
+      require(bool(getattr(self, name)), f"plan.{name}='' must not be empty")
+    require(bool(self.rates_gbps), "plan.link_gbps='' must not be empty")
+    require(0 <= self.spread < 1, f'plan.spread={self.spread} must be in 0..1')
+    require(
+      0 <= self.arrivals_per_s < math.inf,
+      f'plan.arrivals_per_s={self.arrivals_per_s} must be 0 or more',
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """A whole run, checked: what `base` holds, in the library's types."""
+  """A whole run, checked: what `base` holds, in the library's types.
+
+  Where `auto` is set, `schemes` are those of which one is chosen.
+  """
 
   study: str
+  auto: bool
   schemes: tuple[Scheme, ...]
   modes: tuple[Mode, ...]
   repeats: int
@@ -405,6 +454,7 @@ class Settings:
   acceptance_tokens: int
   search: Search
   equivalence: Equivalence
+  plan: Plan
 
   def __post_init__(self):
     for name in (
@@ -457,10 +507,16 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     f'codec.group={codec.group}',
   )
   modes = [mode.value for mode in Mode]
+  names = _names('scheme', values.scheme, (*SCHEMES, _AUTO))
+  require(
+    _AUTO not in names or len(names) == 1,
+    f'scheme={values.scheme!r}: auto chooses one scheme; name no other beside',
+  )
   return Settings(
     study=values.study,
+    auto=names == (_AUTO,),
     schemes=tuple(
-      scheme(name, codec) for name in _names('scheme', values.scheme, SCHEMES)
+      scheme(name, codec) for name in (FAITHFUL if names == (_AUTO,) else names)
     ),
     modes=tuple(Mode(name) for name in _names('mode', values.mode, modes)),
     repeats=values.repeats,
@@ -496,6 +552,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
       at_once=values.search.at_once,
     ),
     equivalence=Equivalence(**values.equivalence.to_dict()),
+    plan=_plan(values.plan),
   )
 
 
@@ -688,6 +745,25 @@ def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
     exact=values.exact,
     generated=values.generated,
     layers=layer_codecs(values.layers, tensors),
+  )
+
+
+def _plan(values: ml_collections.ConfigDict) -> Plan:
+  def words(name: str) -> tuple[str, ...]:
+    return tuple(w.strip() for w in values[name].split(',') if w.strip())
+
+  def counts(name: str) -> tuple[int, ...]:
+    return tuple(map(int, _numbers(f'plan.{name}', values[name], least=1)))
+
+  return Plan(
+    records=values.records,
+    models=words('models'),
+    slices=words('slices'),
+    prompt_tokens=counts('prompt_tokens'),
+    rates_gbps=_numbers('plan.link_gbps', values.link_gbps),
+    in_flight=counts('in_flight'),
+    spread=values.spread,
+    arrivals_per_s=values.arrivals_per_s,
   )
 
 

@@ -33,6 +33,7 @@ from lynx_jax.models import cached
 from lynx_jax.prefill import Prompt
 from lynx_jax.timeline import Phase
 
+RESUMES = True
 _SCHEMES = ('bf16', 'lynx', 'lynx_exact')
 _DRAFTS = (4, 8, 16)
 _SHARPENED = 15  # drafts of a whole verification
@@ -305,6 +306,15 @@ _UNITS = {
   'kl_anchor': 'nats',
   'kl_anchor_exact': 'nats',
 }
+
+
+def draw(records: Sequence[Mapping[str, Any]]) -> list[Any]:
+  """Returns the drawings of the report; see `figures.equivalence`."""
+  from experiments import drawing
+  from experiments.figures import equivalence
+
+  with drawing.look():
+    return [*equivalence.draw(records)]
 
 
 def run(

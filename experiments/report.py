@@ -54,7 +54,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
     The path of `report.html`.
 
   Raises:
-    ReportError: there are no records, or a line of them is broken.
+    ReportError: the records show nothing, or a line of them is broken.
     OSError: a file cannot be read or written.
   """
   folder = pathlib.Path(workdir)
@@ -69,10 +69,12 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
 def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   """Forms the page and its images; a pure function of the records.
 
+  A study of `studies.MODULES` draws its own figures, by `draw(records)` of its
+  module; it may have none. All others are of requests with their events.
+
   Args:
     records: as `results.read` yields them. A run begins with the event `run`
-      (`results.run_record`); of several runs the last is shown. Studies that
-      go on where they stopped have figures of all their runs.
+      (`results.run_record`); of several runs the last is shown.
 
   Returns:
     The text of the page, and PNGs by file name.
@@ -80,47 +82,93 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   Raises:
     ReportError: there is nothing to show among them.
   """
-  from experiments import drawing, figures, selection
+  from experiments import figures, selection, studies
 
   whole = list(records)
   records, earlier = _last_run(whole)
+  note = [_EARLIER.format(runs=earlier)] if earlier else []
+  study = _study(records)
+  if study in studies.MODULES:
+    if getattr(studies.load(study), 'RESUMES', False):
+      return _study_page(study, records, (), whole)
+    return _study_page(study, records, note, records)
   groups: dict[Any, list[selection.Trace]] = {}
   for trace in traces(records):
     groups.setdefault((trace['study'], trace['model']), []).append(trace)
   runs = _acceptance_runs(records)
-  others = figures.draw_others(whole)
-  if not groups and not others:
+  if not groups:
     raise ReportError('there is no request in the records; run a study first')
   images: dict[str, bytes] = {}
   parts = []
-
-  def add(drawn, name):
-    png, svg = io.BytesIO(), io.BytesIO()
-    drawing.save(drawn, png, 'png')
-    drawing.save(drawn, svg, 'svg')
-    images[name] = png.getvalue()
-    parts.append(_figure(drawn, name, svg.getvalue()))
-
   for (study, model), group in groups.items():
     prefix = f'{_slug(study)}-{_slug(model)}-' if len(groups) > 1 else ''
     parts.append(f'<h2>{_text(study or "study")}: {_text(model or "")}</h2>')
     parts.append(_comparison(group))
     for drawn in figures.draw(group, runs.get((study, model), ())):
-      add(drawn, f'{prefix}{drawn.name}.png')
+      parts.append(_drawn(drawn, f'{prefix}{drawn.name}.png', images))
     parts.append(_requests(group))
-  for drawn in others:
-    add(drawn, f'{drawn.name}.png')
   everything = [trace for group in groups.values() for trace in group]
   body = [
-    _head(everything) if groups else '<h1>What was measured</h1>',
+    _head(everything),
     *_summaries(records),
-    *([_EARLIER.format(runs=earlier)] if earlier and groups else []),
+    *note,
     *parts,
     *_origin(records, everything),
   ]
-  titles = [str(study) for study, _ in groups] or [d.title for d in others]
-  title = ', '.join(dict.fromkeys(titles))
+  title = ', '.join(dict.fromkeys(str(study) for study, _ in groups))
   return _PAGE.format(title=_text(title), body='\n'.join(body)), images
+
+
+def _study(records: Iterable[Record]) -> Any:
+  """Returns the study that a run's config names; None without a run."""
+  for record in records:
+    if _is_event(record, 'run'):
+      return (record['detail'].get('config') or {}).get('study')
+  return None
+
+
+def _study_page(
+  study: str,
+  records: Sequence[Record],
+  note: Sequence[str],
+  shown: Sequence[Record],
+) -> tuple[str, dict[str, bytes]]:
+  """Returns page and images of a study that draws its own figures.
+
+  Args:
+    study: its name.
+    records: of the last run.
+    note: what to say of those before.
+    shown: records that figures show.
+  """
+  from experiments import studies
+
+  module = studies.load(study)
+  summaries = _summaries(records)
+  if not summaries:
+    raise ReportError('there is no summary in the records; run a study first')
+  images: dict[str, bytes] = {}
+  figures = module.draw(shown) if hasattr(module, 'draw') else []
+  body = [
+    f'<h1>{_text(study.replace("_", " ").capitalize())}</h1>',
+    f'<p>{_text(studies.subject(module))}</p>',
+    *note,
+    *(_drawn(drawn, f'{drawn.name}.png', images) for drawn in figures),
+    *summaries,
+    *_origin(records, ()),
+  ]
+  return _PAGE.format(title=_text(study), body='\n'.join(body)), images
+
+
+def _drawn(drawn: Any, name: str, images: dict[str, bytes]) -> str:
+  """Returns the section of a figure, and adds its PNG to `images`."""
+  from experiments import drawing
+
+  png, svg = io.BytesIO(), io.BytesIO()
+  drawing.save(drawn, png, 'png')
+  drawing.save(drawn, svg, 'svg')
+  images[name] = png.getvalue()
+  return _figure(drawn, name, svg.getvalue())
 
 
 def traces(records: Iterable[Record]) -> list[Any]:

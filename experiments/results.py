@@ -60,8 +60,8 @@ REQUEST_FIELDS = (
   'seed',
 )
 # Besides the contract: what a reader needs to pair records, (drafted, accepted)
-# of every verification, the fields of the request's sampling, and the exact
-# plane, null or 0 where there is none.
+# of every verification, the fields of the request's sampling, the exact plane,
+# null or 0 where there is none, and of projected requests the label and load.
 EXTRA_FIELDS = (
   'request',
   'repeat',
@@ -71,6 +71,8 @@ EXTRA_FIELDS = (
   'sampling',
   'bytes_exact',
   'exact_arrival_s',
+  'label',
+  'plan',
 )
 
 # How a figure came to be: it ran here, the compiler counted it, or a model or
@@ -146,6 +148,16 @@ def codec_record(prompt: str, **detail: Any) -> dict[str, Any]:
       those by layer where they were measured.
   """
   return _moment(CODEC, prompt, detail)
+
+
+def compared_record(request: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a measured request and its prediction.
+
+  Args:
+    request: its name in the measured study.
+    **detail: see `plan.compare`.
+  """
+  return _moment('compared', request, detail)
 
 
 def schedule_record(seed: int, **detail: Any) -> dict[str, Any]:

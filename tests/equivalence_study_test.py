@@ -8,15 +8,7 @@ import types
 import pytest
 
 from configs import equivalence as configured
-from experiments import (
-  cli,
-  config,
-  display,
-  equivalence,
-  report,
-  results,
-  serving,
-)
+from experiments import cli, config, display, equivalence, results, serving
 from lynx_jax.config import ConfigError
 
 FIGURE = 'equal_to_bf16_exact'
@@ -100,9 +92,14 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, measured):
   assert measured[1:] == names[5:]
   assert summaries[FIGURE]['n'] == 8
   assert 'left' not in said
-  page, images = report.render(results.read(tmp_path / results.FILE))
-  assert [*images] == ['acceptance.png', 'upgrade.png']
-  assert 'Drafts that sharpen' in page
+  titles = [
+    drawn.title
+    for drawn in equivalence.draw([*results.read(tmp_path / results.FILE)])
+  ]
+  assert titles == [
+    'Acceptance by position in the round',
+    'Drafts that sharpen: acceptance by position in the round',
+  ]
 
 
 def test_figures_of_other_settings_do_not_count(tmp_path, measured):

@@ -13,10 +13,12 @@ import re
 import statistics
 import subprocess
 import sys
+import types
 
 import pytest
+from matplotlib.figure import Figure
 
-from experiments import drawing, figures, report, results, selection
+from experiments import drawing, figures, report, results, selection, studies
 from experiments.figures.acceptance import wilson
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -486,6 +488,29 @@ def test_only_the_last_run_is_shown(tmp_path, quick):
   page = Page(write(tmp_path, records).read_text(encoding='utf-8'))
   assert any('1 earlier run' in text for text in page.text)
   assert not any('bf16' in text for text in page.text)
+
+
+def test_a_study_draws_its_own_figures(tmp_path, monkeypatch):
+  name = 'tests.study_of_its_own'
+  module = types.ModuleType(name, 'What it is about.\n\nAnd more.')
+  monkeypatch.setitem(sys.modules, name, module)
+  monkeypatch.setitem(studies.MODULES, 'own', name)
+  records = [
+    results.run_record(['main'], {'study': 'own'}),
+    results.summary_record('how_much', 0.5, 'bit', 3),
+  ]
+  page, images = report.render(records)
+  assert 'What it is about.' in page
+  assert 'how_much' in page
+  assert not images
+  assert 'And more.' not in page
+  drawn = drawing.Drawing('bars', 'Bars', Figure(), 'Read it.', 'Bars: 0.5')
+  module.draw = lambda given: [drawn] if given == records else []
+  page, images = report.render(records)
+  assert 'Bars: 0.5' in page
+  assert images['bars.png'].startswith(PNG)
+  with pytest.raises(report.ReportError, match='no summary'):
+    report.render(records[:1])
 
 
 def test_every_figure_says_how_it_came_to_be():

@@ -10,15 +10,7 @@ from typing import Any
 
 from experiments import drawing, selection
 from experiments.drawing import Drawing
-from experiments.figures import (
-  acceptance,
-  codecs,
-  equivalence,
-  rate,
-  timeline,
-  tokens,
-  ttft,
-)
+from experiments.figures import acceptance, rate, timeline, tokens, ttft
 from experiments.selection import Trace
 
 Record = Mapping[str, Any]
@@ -43,9 +35,3 @@ def draw(traces: Sequence[Trace], runs: Sequence[Record] = ()) -> list[Drawing]:
     found.append(acceptance.draw(traces, runs, styles))
     found.append(rate.draw(traces, styles))
   return [one for one in found if one is not None]
-
-
-def draw_others(records: Sequence[Record]) -> list[Drawing]:
-  """Draws the figures of studies that have no requests."""
-  with drawing.look():
-    return [*equivalence.draw(records), *codecs.draw(records)]
