@@ -401,9 +401,10 @@ class Decoder:
       slots: of all; they must not be in an open verification.
       state: the same, fetched.
     """
-    for slot in map(int, np.flatnonzero(state.remaining)):
-      length, grown = (int(x[slot]) for x in (state.length, state.grown_tokens))
-      cache, slots = self.pack(cache, slots, slot, length, grown)
+    for slot, left in enumerate(state.remaining):
+      if left:
+        length, grown = state.length[slot], state.grown_tokens[slot]
+        cache, slots = self.pack(cache, slots, slot, int(length), int(grown))
     return cache, slots
 
   def pack(
