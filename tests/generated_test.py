@@ -59,7 +59,9 @@ def test_committed_tokens_are_those_of_the_reference(part):
   drafted = accepted = 0
   for first in range(0, len(prompts), 3):
     bench.configure(
-      draft_tokens=rng.randrange(ROWS), backlog_tokens=rng.randint(1, 12)
+      draft_tokens=rng.randrange(ROWS),
+      backlog_tokens=rng.randint(1, 12),
+      sharpen=False,  # it would compile another program
     )
     bench.script = courier.shuffle(rng.randrange(1 << 16))
     chosen = range(first, first + 3)
@@ -86,48 +88,60 @@ def _samplings():
   return [*engines.SAMPLINGS] * 3
 
 
+@functools.cache
+def _filled():
+  cache = engines.filled(kv_cache.empty(engines.MODEL, CODEC, CONFIG))
+  return cache.prefix[0], cache.tail[0]
+
+
+_dequantise = jax.jit(codec_lib.dequantise)
+_pack = jax.jit(functools.partial(kv_cache.pack_group, group=GROUP))
+_attend = jax.jit(
+  functools.partial(
+    attention.attend, layer=0, residual_tokens=None, implementation=None
+  )
+)
+
+
 @pytest.mark.parametrize('first', [107, 109, 112, 120])
 def test_a_token_reads_planes_below_its_own_end(first):
   """Against plain attention over what either form reads back as."""
   start, written = 64, first + ROWS
-  cache = engines.filled(kv_cache.empty(engines.MODEL, CODEC, CONFIG))
-  prefix, tail = cache.prefix[0], cache.tail[0]
+  prefix, tail = _filled()
   rng = np.random.default_rng(first)
   heads = engines.MODEL.kv_heads, engines.MODEL.head_dim
 
-  def draw(*shape):
-    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  k, v = (
+    rng.normal(size=(written - start, *heads)).astype(jnp.bfloat16)
+    for _ in 'kv'
+  )
+  at = np.arange(written - start - ROWS) % tail.k.shape[2]
 
-  k, v = (draw(written - start, *heads) for _ in 'kv')
-  at = np.arange(written - start) % tail.k.shape[2]
-  tail = Tail(
-    tail.k.at[0, 1, at[:-ROWS]].set(k[:-ROWS]),
-    tail.v.at[0, 1, at[:-ROWS]].set(v[:-ROWS]),
-  )
-  pack = jax.jit(functools.partial(kv_cache.pack_group, group=GROUP))
-  packed = pack(prefix, tail, jnp.int32(1), jnp.int32(start), jnp.int32(start))
+  def put(buffer, values):
+    buffer = np.array(buffer)
+    buffer[0, 1, at] = values[:-ROWS]
+    return jnp.asarray(buffer)
+
+  tail = Tail(put(tail.k, k), put(tail.v, v))
+  packed = _pack(prefix, tail, *np.int32([1, start, start]))
   position = first + np.arange(ROWS)
-  ends = Growth(GROUP, CODEC.recent_tokens).prefix_end(jnp.asarray(position))
-  assert set(np.asarray(ends).tolist()) <= {64, 96}
+  growth = Growth(GROUP, CODEC.recent_tokens)
+  ends = np.asarray(growth.prefix_end(jnp.asarray(position, jnp.int32)))
+  assert {*ends.tolist()} <= {64, 96}
   rows = Rows(
-    jnp.full((3,), first, jnp.int32),
-    jnp.full((3,), start, jnp.int32),
+    jnp.asarray(np.full(3, first, np.int32)),
+    jnp.asarray(np.full(3, start, np.int32)),
     jnp.asarray([False, True, False]),
-    jnp.broadcast_to(ends, (3, ROWS)),
+    jnp.asarray(np.tile(ends, (3, 1))),
   )
-  q = jnp.asarray(rng.normal(size=(3, ROWS, engines.MODEL.heads, heads[1])))
-  q = q.astype(jnp.float32)
-  attend = jax.jit(
-    functools.partial(
-      attention.attend, layer=0, residual_tokens=None, implementation=None
-    )
-  )
-  fresh = [jnp.broadcast_to(x[-ROWS:], (3, ROWS, *heads)) for x in (k, v)]
-  out, after = attend(q, *fresh, prefix=packed, tail=tail, rows=rows)
+  shape = (3, ROWS, engines.MODEL.heads, heads[1])
+  q = jnp.asarray(rng.normal(size=shape).astype(np.float32))
+  fresh = [jnp.asarray(np.stack([x[-ROWS:]] * 3)) for x in (k, v)]
+  out, after = _attend(q, *fresh, prefix=packed, tail=tail, rows=rows)
   # Others keep their tails, bit by bit.
   for slot in (0, 2):
     np.testing.assert_array_equal(after.k[:, slot], tail.k[:, slot])
-  read = [codec_lib.dequantise(x)[0, 1] for x in (packed.k, packed.v)]
+  read = [_dequantise(x)[0, 1] for x in (packed.k, packed.v)]
   sinks = [x[0, 1] for x in (packed.sinks_k, packed.sinks_v)]
   count = CODEC.sinks
   for row, p in enumerate(position):
@@ -152,17 +166,15 @@ def _plain(q, k, v):
 
 
 def test_the_first_group_leaves_its_sinks_dense():
-  cache = engines.filled(kv_cache.empty(engines.MODEL, CODEC, CONFIG))
-  prefix, tail = cache.prefix[0], cache.tail[0]
-  zero = jnp.int32(0)
-  pack = jax.jit(functools.partial(kv_cache.pack_group, group=GROUP))
-  packed = pack(prefix, tail, jnp.int32(2), zero, zero)
+  prefix, tail = _filled()
+  packed = _pack(prefix, tail, *np.int32([2, 0, 0]))
   count = CODEC.sinks
   np.testing.assert_array_equal(packed.sinks_k[:, 2], tail.k[:, 2, :count])
   np.testing.assert_array_equal(packed.sinks_k[:, :2], prefix.sinks_k[:, :2])
-  wanted = codec_lib.split(
-    tail.v[:, 2, :GROUP], prefix.v.codec, group=GROUP, sinks=count
+  split = functools.partial(
+    codec_lib.split, codec=prefix.v.codec, group=GROUP, sinks=count
   )
+  wanted = jax.jit(split)(tail.v[:, 2, :GROUP])
   for held, before, fresh in zip(
     jax.tree.leaves(packed.v),
     jax.tree.leaves(prefix.v),

@@ -12,6 +12,7 @@ equal those of `reference_decode`, which calls the same program without drafts.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -532,7 +533,9 @@ def _programs(
     )
 
   everywhere = PartitionSpec()
-  tails, planes = (mesh_lib.spec(a) for a in ('L B S K H', 'L B K R Q'))
+  tails = mesh_lib.spec('L B S K H')
+  planes: Any = mesh_lib.spec('L B K R Q')
+  sinks: Any = tails
   make = functools.partial(
     program, out_shardings=mesh_lib.outputs(mesh, everywhere)
   )
@@ -543,7 +546,7 @@ def _programs(
       name='grow',
       donate=(0,),
       out_shardings=mesh_lib.outputs(
-        mesh, Prefix(planes, planes, tails, tails)
+        mesh, Prefix(planes, planes, sinks, sinks)
       ),
     ),
     open_draft=make(open_draft, name='draft'),
