@@ -152,7 +152,7 @@ def foot(
   devices = dict.fromkeys(t['device'] for t in traces if t['device'])
   models = dict.fromkeys(t['model'] for t in traces if t['model'])
   lengths = sorted({t['prompt_tokens'] for t in traces if t['prompt_tokens']})
-  words = [' and '.join(labels), *devices, *models]
+  words = [' and '.join(labels) or 'measured', *devices, *models]
   if lengths:
     words.append(f'{span(lengths, "{:,}".format)} prompt tokens')
   speeds = sorted({t['link_gbps'] for t in traces if t['link_gbps']})
