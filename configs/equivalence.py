@@ -26,7 +26,9 @@ def get_config(arg: str | None = None):
   values.output_tokens = 32
   # As long as prefill: the Residual lands while some 20 tokens are drafted.
   values.link.rate_gbps = 0.03
-  values.acceptance.output_tokens = 48
+  values.acceptance.output_tokens = 32
+  # Two layers each: a first verification waits for the last two and the head.
+  values.engine.layer_groups = 15
   if arg is None:
     values.prompt_file = 'book,code,manual,chat,question,LICENSE'
   return values

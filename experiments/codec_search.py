@@ -3,7 +3,8 @@
 
 It knows no link, no engine and no packed cache. Every prompt is prefilled once.
 What a candidate's planes read back as is put into a dense float32 cache, so
-that one program serves all candidates and all prompts run side by side.
+that one program serves all candidates. A record is written for every prompt: a
+run that was ended goes on where it stopped.
 
 A round is what the engine does after arrival: γ greedy drafts on the Anchor,
 one pass of the target over them, and the longest agreeing prefix committed
@@ -13,8 +14,16 @@ target's distribution, teacher-forced on the model's bfloat16 continuation.
 
 import dataclasses
 import functools
+import hashlib
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 from typing import Any
 
 import jax
@@ -28,6 +37,7 @@ from lynx_jax import sampling
 from lynx_jax.config import (
   CodecConfig,
   ModelConfig,
+  Rotation,
   TensorCodec,
   check_together,
   require,
@@ -39,20 +49,37 @@ from lynx_jax.programs import fetch, program
 from lynx_jax.shapes import Array, BFloat16, Bool, Float32, Int32
 from lynx_jax.transport.streams import WireFormat
 
+RESUMES = True
 _BLOCK = 64  # rows of a teacher-forced pass
 
 # Keys and values of a layer: of the prompts, and of what was generated.
 Layers = tuple[tuple[Float32[Array, 'B K S H'], Float32[Array, 'B K S H']], ...]
 
+# Logits of the target and of drafts.
+Both = tuple[Float32[Array, 'B T V'], Float32[Array, 'B T V']]
+
+# What is known of a prompt: the details of its record.
+Found = Mapping[str, Any]
+
+
+def draw(records: Sequence[Mapping[str, Any]]) -> list[Any]:
+  """Returns the drawings of the report; see `figures.codecs`."""
+  from experiments import drawing
+  from experiments.figures import codecs
+
+  with drawing.look():
+    return [*codecs.draw(records)]
+
 
 def run(
   settings: config.Settings, writer: results.Writer, screen: display.Screen
 ) -> None:
-  """Measures every candidate; writes an `event` record each, and summaries.
+  """Measures every prompt without a record, and writes summaries of all.
 
-  Acceptance takes a minute a candidate: it is measured for those with the
-  least KL among the ones within `search.most_bits`, on all prompts together.
-  Summaries are those of the candidate with the highest acceptance.
+  KL is measured for every candidate. Acceptance takes longer: it is measured
+  for those that have the least KL on the first prompt among the ones within
+  `search.most_bits`. Summaries are those of the one with the highest
+  acceptance, or without any, of the run's own codec.
 
   Raises:
     ConfigError: prompts, model and codecs do not fit together.
@@ -76,7 +103,44 @@ def run(
     )
   for candidate in search.candidates:
     check_together(model.config, candidate.codec, settings.engine)
-  texts = _prefill(settings, model, screen)
+  known_by_prompt = dict(_known(writer, _version(settings)))
+  known = [*known_by_prompt.values()]
+  missing = [
+    pair for pair in settings.prompts if pair[0] not in known_by_prompt
+  ]
+  for file, tokens in missing[: search.at_once or len(missing)]:
+    found = _measure(
+      settings,
+      model,
+      screen,
+      file,
+      tokens,
+      chosen=_drafted(known),
+      layers=len(known) < search.layer_prompts,
+    )
+    writer.write(results.codec_record(file, **found))
+    known.append(found)
+  for record in summaries_of(known, settings.acceptance_drafts):
+    writer.write(record)
+  for line in lines(known):
+    screen.note(line)
+  if left := len(settings.prompts) - len(known):
+    screen.note(f'{left} prompts are left: run the same command again')
+
+
+def _measure(
+  settings: config.Settings,
+  model: serving.Model,
+  screen: display.Screen,
+  file: str,
+  tokens: int,
+  *,
+  chosen: Sequence[str] | None,
+  layers: bool,
+) -> dict[str, Any]:
+  """Returns the details of a prompt's record."""
+  search = settings.search
+  texts = _prefill(settings, model, screen, file, tokens)
   oracle = Oracle(
     model.decode,
     texts,
@@ -84,100 +148,173 @@ def run(
     drafts=settings.acceptance_drafts,
     ends=model.tokenizer.ends,
   )
-  with screen.step('continuing the prompts with bfloat16 KV'):
+  with screen.step('continuing it with bfloat16 KV'):
     oracle.continue_exactly()
-  found = []
+  found = {}
   for candidate in search.candidates:
     with screen.step(candidate.name):
-      found.append(_measure(settings, texts, oracle, candidate))
-    screen.note(found[-1].line())
-  within = [f for f in found if max(f.bits) <= search.most_bits]
-  within.sort(key=lambda f: statistics.mean(f.kl))
-  for entry in within[: search.drafted]:
-    with screen.step(f'drafting with {entry.candidate.name}'):
-      rounds, tokens = oracle.accept(*read_both(texts, entry.candidate.codec))
-    entry.acceptances = [
-      {'draft_tokens': settings.acceptance_drafts, 'rounds': r, 'token_ids': t}
-      for r, t in zip(rounds, tokens, strict=True)
-    ]
-    screen.note(entry.line())
-  for entry in found:
-    writer.write(entry.record(texts.names))
-  if drafted := [entry for entry in found if entry.acceptances]:
-    best = max(drafted, key=lambda entry: statistics.mean(entry.rates()))
-    screen.note(f'best: {best.candidate.name}')
-    for record in best.summaries():
-      writer.write(record)
+      found[candidate.name] = _divergences(settings, texts, oracle, candidate)
+  if chosen is None:
+    within = [n for n, x in found.items() if x['bits'] <= search.most_bits]
+    within.sort(key=lambda name: found[name]['kl'])
+    chosen = within[: search.drafted]
+  for candidate in search.candidates:
+    if candidate.name in chosen:
+      with screen.step(f'drafting with {candidate.name}'):
+        (rounds,), (ids,) = oracle.accept(*read_both(texts, candidate))
+      found[candidate.name] |= {'rounds': rounds, 'token_ids': ids}
+  details: dict[str, Any] = {
+    'version': _version(settings),
+    'prompt_tokens': int(texts.lengths[0]),
+    'candidates': found,
+  }
+  if layers:
+    with screen.step('layer by layer'):
+      details['layers'] = sensitivity(texts, oracle, search.candidates[0])
+  return details
 
 
-@dataclasses.dataclass
-class _Entry:
-  """What was measured of a candidate, a value a prompt.
+def _divergences(settings, texts, oracle, candidate) -> dict[str, Any]:
+  """Returns bits, KL and agreement of a prompt.
 
-  Attributes:
-    candidate: its name and codec.
-    bits: Anchor, bits a value as the wire counts them.
-    kl: mean KL(target ‖ draft) in nats.
-    agreement: share of positions where both have the same most likely token.
-    acceptances: rounds and tokens; empty where not measured.
+  Where the codec allows an exact plane, KL from bfloat16 too.
   """
+  codec = candidate.codec
+  length = int(texts.lengths[0])
+  bits = WireFormat(texts.model, codec, settings.engine).bits_a_value(length)
+  later = [sum(t.planes[1 : candidate.anchor]) for t in (codec.k, codec.v)]
+  target, draft = read_both(texts, candidate)
+  (kl,), (agreement,) = oracle.compare(target, draft)
+  found = {
+    'bits': bits.anchor
+    + statistics.mean(later) * codec.prefix_end(length) / length,
+    'kl': kl,
+    'agreement': agreement,
+  }
+  if all(t.planes and t.rotation is Rotation.NONE for t in (codec.k, codec.v)):
+    dense, _ = read_both(texts, _DENSE)
+    (found['kl_exact'],), _ = oracle.compare(dense, draft)
+  return found
 
-  candidate: config.Candidate
-  bits: list[float]
-  kl: list[float]
-  agreement: list[float]
-  acceptances: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-  def rates(self) -> list[float]:
-    """Returns accepted / drafted of every prompt."""
-    return [summaries.accepted_share(a['rounds']) for a in self.acceptances]
+def sensitivity(
+  texts: 'Texts', oracle: 'Oracle', candidate: config.Candidate
+) -> list[dict[str, float]]:
+  """Returns what a layer costs whose K, or V, alone is read from the Anchor.
 
-  def line(self) -> str:
-    """Returns one line for people: means, and the worst prompt's."""
-    mean, rates = statistics.mean, self.rates()
-    text = (
-      f'{self.candidate.name}: {mean(self.bits):.2f} bits '
-      f'(worst {max(self.bits):.2f}), KL {mean(self.kl):.5f} '
-      f'({max(self.kl):.5f}), agreement {mean(self.agreement):.4f}'
+  All else is read as the target reads it. A short text is enough: the first
+  block of the continuation.
+
+  Returns:
+    KL in nats of `k` and `v`, by layer.
+  """
+  target, anchor = read_both(texts, candidate)
+  wanted = oracle.first_block(target)
+
+  def kl(layer: int, kv: Any) -> float:
+    mixed = (*target[:layer], kv, *target[layer + 1 :])
+    (found,), _ = oracle.divergence([(wanted, oracle.first_block(mixed))])
+    return found
+
+  return [
+    {'k': kl(layer, (low[0], full[1])), 'v': kl(layer, (full[0], low[1]))}
+    for layer, (full, low) in enumerate(zip(target, anchor, strict=True))
+  ]
+
+
+def _drafted(known: Sequence[Found]) -> list[str] | None:
+  """Returns the candidates with acceptance; None before the first prompt."""
+  if not known:
+    return None
+  candidates = known[0]['candidates']
+  return [name for name, found in candidates.items() if 'rounds' in found]
+
+
+def _known(writer: results.Writer, version: str) -> Iterator[tuple[str, Found]]:
+  for record in results.read(writer.path):
+    detail = record.get('detail', {})
+    if record.get('name') == results.CODEC and detail['version'] == version:
+      yield record['request'], detail
+
+
+def _version(settings: config.Settings) -> str:
+  """Returns a hash of all settings that a figure may depend on."""
+  search = dataclasses.replace(settings.search, at_once=0)
+  same = dataclasses.replace(settings, search=search)
+  return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
+
+
+def summaries_of(
+  known: Sequence[Found], drafts: int
+) -> Iterator[dict[str, Any]]:
+  """Yields the `summary` records of the best candidate, and that of `exact`.
+
+  Args:
+    known: of all prompts.
+    drafts: γ.
+  """
+  drafted = _drafted(known)
+  if drafted is None:
+    return
+  names = [*known[0]['candidates']]
+
+  def rank(name: str) -> float:
+    rates = _rates(known, name)
+    return statistics.fmean(rates) if rates else 0.0
+
+  best = max(drafted, key=rank) if drafted else names[0]
+  for figure, unit in (('bits', 'bits'), ('kl', 'nats')):
+    yield _mean(f'{figure}_anchor', unit, values(known, best, figure))
+  if drafted:
+    yield from summaries.acceptance(
+      {'draft_tokens': drafts, 'rounds': rounds, 'token_ids': ids}
+      for rounds, ids in zip(
+        values(known, best, 'rounds'),
+        values(known, best, 'token_ids'),
+        strict=True,
+      )
     )
-    if rates:
-      text += f', acceptance {mean(rates):.3f} ({min(rates):.3f})'
-    return text
-
-  def record(self, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the `event` record."""
-    return results.codec_record(
-      self.candidate.name,
-      prompts=list(names),
-      bits_anchor=self.bits,
-      kl=self.kl,
-      agreement=self.agreement,
-      acceptances=self.acceptances,
-    )
-
-  def summaries(self) -> list[dict[str, Any]]:
-    """Returns the `summary` records."""
-    count = len(self.kl)
-    return [
-      results.summary_record(
-        'bits_anchor', statistics.mean(self.bits), 'bits', count
-      ),
-      results.summary_record(
-        'kl_anchor', statistics.mean(self.kl), 'nats', count
-      ),
-      *summaries.acceptance(self.acceptances),
-    ]
+  exact = [values(known, name, 'kl_exact') for name in names]
+  if any(exact):
+    least = min(filter(None, exact), key=statistics.fmean)
+    yield _mean('kl_anchor_exact', 'nats', least)
 
 
-def _measure(settings, texts, oracle, candidate) -> _Entry:
-  wire = WireFormat(texts.model, candidate.codec, settings.engine)
-  kl, agreement = oracle.compare(*read_both(texts, candidate.codec))
-  return _Entry(
-    candidate,
-    [wire.bits_a_value(int(n)).anchor for n in texts.lengths],
-    kl,
-    agreement,
+def _mean(name: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
+  return results.summary_record(
+    name,
+    statistics.fmean(values),
+    unit,
+    len(values),
+    *summaries.interval(values, of=statistics.fmean),
   )
+
+
+def values(known: Sequence[Found], name: str, figure: str) -> list[Any]:
+  """Returns a figure of a candidate, a value a prompt that has it."""
+  return [
+    found['candidates'][name][figure]
+    for found in known
+    if figure in found['candidates'].get(name, ())
+  ]
+
+
+def lines(known: Sequence[Found]) -> Iterator[str]:
+  """Yields a line a candidate: means over prompts, and the worst prompt's."""
+  for name in known[0]['candidates'] if known else ():
+    bits, kl = (values(known, name, figure) for figure in ('bits', 'kl'))
+    text = (
+      f'{name}: {statistics.fmean(bits):.2f} bits (worst {max(bits):.2f}), '
+      f'KL {statistics.fmean(kl):.5f} ({max(kl):.5f})'
+    )
+    if rates := _rates(known, name):
+      text += f', acceptance {statistics.fmean(rates):.3f} ({min(rates):.3f})'
+    yield text
+
+
+def _rates(known: Sequence[Found], name: str) -> list[float]:
+  rounds = values(known, name, 'rounds')
+  return [summaries.accepted_share(each) for each in rounds if each]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,37 +364,51 @@ class Texts:
 
 
 def _prefill(
-  settings: config.Settings, model: serving.Model, screen: display.Screen
+  settings: config.Settings,
+  model: serving.Model,
+  screen: display.Screen,
+  file: str,
+  tokens: int,
 ) -> Texts:
-  longest = max(tokens for _, tokens in settings.prompts)
+  """Prefills a prompt, cut to whole groups of the run's codec."""
+  longest = max(count for _, count in settings.prompts)
   engine = dataclasses.replace(settings.engine, prompt_tokens=longest)
-  prefill = Prefill(model.prefill, CodecConfig(), engine)
-  states = []
-  for file, tokens in settings.prompts:
-    ids = prompts.cut(
-      model.tokenizer.encode(prompts.read(file)),
-      tokens,
-      keeps_end=prompts.KEEPS_END.get(file, False),
-    )
-    with screen.step(f'prefilling {file}, {len(ids)} tokens'):
-      *_, state = prefill.chunks(np.asarray(ids, np.int32))
-    states.append(state)
-  return Texts.gather(model.config, [f for f, _ in settings.prompts], states)
+  codec = settings.search.candidates[0].codec
+  text = model.tokenizer.encode(prompts.read(file))
+  tokens = min(tokens, len(text))
+  tokens = codec.prefix_end(tokens) + min(codec.recent_tokens, tokens)
+  ids = prompts.cut(text, tokens, keeps_end=prompts.KEEPS_END.get(file, False))
+  with screen.step(f'prefilling {file}, {len(ids)} tokens'):
+    prefill = Prefill(model.prefill, CodecConfig(), engine)
+    *_, state = prefill.chunks(np.asarray(ids, np.int32))
+  return Texts.gather(model.config, [file], [state])
 
 
-def read_both(texts: Texts, codec: CodecConfig) -> tuple[Layers, Layers]:
+def read_both(
+  texts: Texts, candidate: config.Candidate | CodecConfig
+) -> tuple[Layers, Layers]:
   """Returns the prompts' KV as the target and as drafts read it."""
-  return read(texts, codec), read(texts, codec, 1)
+  if isinstance(candidate, CodecConfig):
+    candidate = config.Candidate(name='', codec=candidate)
+  codec = candidate.codec
+  return read(texts, codec), read(
+    texts, codec, candidate.anchor, candidate.code
+  )
 
 
-def read(texts: Texts, codec: CodecConfig, depth: int | None = None) -> Layers:
+def read(
+  texts: Texts,
+  codec: CodecConfig,
+  depth: int | None = None,
+  code: config.Code = config.Code.LINEAR,
+) -> Layers:
   """Returns the prompts' KV as read with `depth` planes; None is all."""
   packed = packed_tokens(texts, codec)
   layers = []
   for layer, kv in enumerate(zip(texts.k, texts.v, strict=True)):
     layers.append(
       tuple(
-        _read_program(tensor, codec.group, codec.sinks, depth)(x, packed)
+        _read_program(tensor, codec.group, codec.sinks, depth, code)(x, packed)
         for tensor, x in zip(codec.of_layer(layer), kv, strict=True)
       )
     )
@@ -271,21 +422,69 @@ def packed_tokens(texts: Texts, codec: CodecConfig) -> np.ndarray:
   return (token >= codec.sinks) & (token < ends[:, None])
 
 
+def landing(target: Layers, anchor: Layers, *, drafts: int) -> list[Layers]:
+  """Returns what each draft of a round reads while the Residual lands.
+
+  Before draft i, the target's KV has landed of i of `drafts` parts of the
+  layers, from the first layer on.
+  """
+  cuts = [i * len(anchor) // drafts for i in range(drafts)]
+  return [target[:cut] + anchor[cut:] for cut in cuts]
+
+
+_DENSE = CodecConfig(k=TensorCodec(planes=()), v=TensorCodec(planes=()))
+
+
 @functools.cache
 def _read_program(
-  codec: TensorCodec, group: int, sinks: int, depth: int | None
+  codec: TensorCodec,
+  group: int,
+  sinks: int,
+  depth: int | None,
+  code: config.Code,
 ):
   """Compiles: what packed tokens read back as with `depth` planes."""
 
   def read(x: BFloat16[Array, 'B S K H'], packed: Bool[Array, 'B S']):
     values = x.astype(jnp.float32)
-    if codec.planes:
+    if code is config.Code.LOG:
+      read_back = log_code(values, codec, group=group, sinks=sinks)
+      values = jnp.where(packed[:, :, None, None], read_back, values)
+    elif codec.planes:
       split = codec_lib.split(x, codec, group=group, sinks=sinks)
       read_back = codec_lib.dequantise(split, depth)
       values = jnp.where(packed[:, :, None, None], read_back, values)
     return jnp.swapaxes(values, 1, 2)
 
   return program(read, name='read')
+
+
+def log_code(
+  x: Float32[Array, 'B S K H'], codec: TensorCodec, *, group: int, sinks: int
+) -> Float32[Array, 'B S K H']:
+  """Returns what an Anchor reads back as whose levels are powers of two.
+
+  Around the middle of a channel's range in its group, with the range's half a:
+  a sign and an exponent e of w - 1 bits stand for ±a · 2^(-e/2). Small values
+  are near to a level, large ones farther than with a linear code. Bits and
+  metadata are those of a linear Anchor of w bits.
+  """
+  values = codec_lib.rotate(x) if codec.rotation is not Rotation.NONE else x
+  batch, tokens, heads, head_dim = x.shape
+  kept = (jnp.arange(tokens, dtype=jnp.int32) >= sinks).reshape(-1, group, 1, 1)
+  grouped = values.reshape(batch, -1, group, heads, head_dim)
+  low, high = (
+    reduce(jnp.where(kept[None], grouped, fill), axis=2, keepdims=True)
+    for reduce, fill in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf))
+  )
+  middle, half = (low + high) / 2, jnp.maximum((high - low) / 2, 1e-30)
+  away = jnp.abs(grouped - middle) / half
+  most = 2.0 ** (codec.planes[0] - 1) - 1
+  exponent = jnp.round(-2 * jnp.log2(jnp.maximum(away, 1e-30)))
+  level = half * jnp.exp2(-jnp.clip(exponent, 0.0, most) / 2)
+  read = middle + jnp.where(grouped < middle, -level, level)
+  read = read.reshape(x.shape)
+  return codec_lib.rotate(read) if codec.rotation is not Rotation.NONE else read
 
 
 class Oracle:
@@ -324,8 +523,7 @@ class Oracle:
 
   def continue_exactly(self) -> None:
     """Decodes the text that `compare` is forced on, with bfloat16 KV."""
-    dense = TensorCodec(planes=())
-    kv, _ = read_both(self._texts, CodecConfig(k=dense, v=dense))
+    kv, _ = read_both(self._texts, _DENSE)
     self.forced = self.decode(kv)
 
   def decode(
@@ -378,16 +576,26 @@ class Oracle:
     and the target's of those before, as in a long round.
     """
     assert self.forced is not None
-    parts = [
-      fetch(self._compare(wanted, seen))
-      for wanted, seen in self.logits(self.forced, target, draft)
-    ]
+    return self.divergence(self.logits(self.forced, target, draft))
+
+  def divergence(
+    self, blocks: Iterable[Both]
+  ) -> tuple[list[float], list[float]]:
+    """Returns the same of logits; see `logits`."""
+    parts = [fetch(self._compare(*both)) for both in blocks]
     kl, agree = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
     return kl.mean(axis=1).tolist(), agree.mean(axis=1).tolist()
 
+  def first_block(self, kv: Layers) -> Float32[Array, 'B T V']:
+    """Returns the logits of the first block of the continuation."""
+    assert self.forced is not None
+    tokens = self.forced[:, :_BLOCK]
+    logits, _, _ = self._run(kv, self._tail(), tokens, 0)
+    return logits
+
   def logits(
     self, text: np.ndarray, target: Layers, draft: Layers
-  ) -> Iterator[tuple[Float32[Array, 'B T V'], Float32[Array, 'B T V']]]:
+  ) -> Iterator[Both]:
     """Yields the logits of both, block by block of a text they are forced on.
 
     Args:
@@ -395,19 +603,20 @@ class Oracle:
       target, draft: the prompts' KV as either reads it.
     """
     tail = self._tail()
-    for row in range(0, self._tokens, _BLOCK):
+    for row in range(0, text.shape[1], _BLOCK):
       tokens = text[:, row : row + _BLOCK]
       seen, _, tail = self._run(draft, tail, tokens, row)
       wanted, _, tail = self._run(target, tail, tokens, row)
       yield wanted, seen
 
   def accept(
-    self, target: Layers, draft: Layers, tokens: int | None = None
+    self, target: Layers, *draft: Layers, tokens: int | None = None
   ) -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
     """Decodes by rounds of γ.
 
     Args:
-      target, draft: the prompts' KV as either reads it.
+      target: the prompts' KV as a verification reads it.
+      *draft: as drafts read it; or one for each draft of a round.
       tokens: most of them; None is as many as there is room for.
 
     Returns:
@@ -424,7 +633,7 @@ class Oracle:
       row = [last]
       for i in range(drafts):
         _, token, tail = self._run(
-          draft, tail, row[-1][:, None], committed - 1 + i
+          draft[i % len(draft)], tail, row[-1][:, None], committed - 1 + i
         )
         row.append(fetch(token)[:, 0])
       drafted = np.stack(row, axis=1)

@@ -99,6 +99,9 @@ def base() -> ml_collections.ConfigDict:
         'recent_tokens': 64,
         # An exact plane follows: output equals that of bf16. No rotation.
         'exact': False,
+        # Groups of generated tokens are packed too, recent_tokens late; else
+        # they stay dense. Without effect on bf16 and lynx_exact.
+        'generated': False,
         # Other widths for ranges of layers: '0:6 k=8 v=4,4; 24:30 v=2,2'.
         'layers': '',
       },
@@ -183,15 +186,20 @@ def base() -> ml_collections.ConfigDict:
         # Tokens to generate on every prompt; no tokens, no run.
         'output_tokens': 0,
       },
-      # The codec search.
+      # The codec search; it goes on where it stopped.
       'search': {
         # Changes of fields of `codec`, one candidate an entry:
-        # 'k_rotation=hadamard recent_tokens=128; v_axis=token'.
+        # 'k_rotation=hadamard recent_tokens=128; v_axis=token'. anchor=2 makes
+        # an Anchor of two planes, code=log one of powers of two.
         'codecs': '',
         # Of the Anchor: candidates above it are not drafted with.
         'most_bits': 4.8,
         # For so many of them, those with the least KL, acceptance is measured.
         'drafted': 2,
+        # KL is measured layer by layer on so many prompts.
+        'layer_prompts': 1,
+        # One call measures so many prompts; 0 is all.
+        'at_once': 0,
       },
       # The equivalence study: how many prompts it cuts out of the texts, of how
       # many tokens at least, and how many of them one call measures (0: all).
@@ -421,12 +429,29 @@ class Transfer:
     )
 
 
+class Code(enum.Enum):
+  """Levels of an Anchor in the codec search; engines have the linear one."""
+
+  LINEAR = 'linear'
+  LOG = 'log'
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-  """A codec of the search, and what distinguishes it."""
+  """A codec of the search, and what distinguishes it.
+
+  Attributes:
+    name: the entry.
+    codec: the nested code.
+    anchor: leading planes that drafts read. Engines send one; the search also
+      shows what a 3-bit Anchor, planes 2 and 1, would do.
+    code: of what drafts read.
+  """
 
   name: str
   codec: CodecConfig
+  anchor: int = 1
+  code: Code = Code.LINEAR
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -435,21 +460,25 @@ class Search:
 
   Attributes:
     candidates: the run's own codec, then those of the config.
-    most_bits: of the Anchor, on every prompt.
+    most_bits: of the Anchor, on the first prompt.
     drafted: candidates whose acceptance is measured.
+    layer_prompts: on how many prompts KL is measured layer by layer.
+    at_once: prompts that one call measures; 0 is all.
   """
 
   candidates: tuple[Candidate, ...]
   most_bits: float
   drafted: int
+  layer_prompts: int
+  at_once: int
 
   def __post_init__(self):
     require(
       self.most_bits > 0, f'search.most_bits={self.most_bits} must be positive'
     )
-    require(
-      self.drafted >= 0, f'search.drafted={self.drafted} must be 0 or more'
-    )
+    for name in ('drafted', 'layer_prompts', 'at_once'):
+      value = getattr(self, name)
+      require(value >= 0, f'search.{name}={value} must be 0 or more')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -753,6 +782,8 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
       candidates=_candidates(values),
       most_bits=values.search.most_bits,
       drafted=values.search.drafted,
+      layer_prompts=values.search.layer_prompts,
+      at_once=values.search.at_once,
     ),
     equivalence=Equivalence(**values.equivalence.to_dict()),
     plan=_plan(values.plan),
@@ -771,20 +802,26 @@ def scheme(
   kind, engine = SCHEMES[name], engine or EngineConfig()
   codec = kind.codec or codec
   if kind.planes is not None:
-    codec = dataclasses.replace(
-      codec,
-      k=dataclasses.replace(codec.k, planes=kind.planes),
-      v=dataclasses.replace(codec.v, planes=kind.planes),
-      exact=False,
-      layers=(),
-    )
+    codec = with_planes(codec, kind.planes)
   if kind.exact:
-    codec = dataclasses.replace(_unrotated(codec), exact=True)
+    codec = dataclasses.replace(_unrotated(codec), exact=True, generated=False)
   return Scheme(
     name=name,
     codec=codec,
     order=kind.order or engine.order,
     drafter=kind.drafter or engine.drafter,
+  )
+
+
+def with_planes(codec: CodecConfig, planes: tuple[int, ...]) -> CodecConfig:
+  """Returns a codec with these planes in every layer, and nothing exact."""
+  return dataclasses.replace(
+    codec,
+    k=dataclasses.replace(codec.k, planes=planes),
+    v=dataclasses.replace(codec.v, planes=planes),
+    exact=False,
+    generated=codec.generated and bool(planes),
+    layers=(),
   )
 
 
@@ -954,6 +991,7 @@ def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
     sinks=values.sinks,
     recent_tokens=values.recent_tokens,
     exact=values.exact,
+    generated=values.generated,
     layers=layer_codecs(values.layers, tensors),
   )
 
@@ -1028,8 +1066,15 @@ def _candidates(values: ml_collections.ConfigDict) -> tuple[Candidate, ...]:
   entries = (part.strip() for part in values.search.codecs.split(';'))
   for entry in filter(None, entries):
     changed = values.codec.copy_and_resolve_references()
+    anchor, code = 1, Code.LINEAR
     for word in entry.split():
       field, equals, value = word.partition('=')
+      if field == 'anchor' and value.isdecimal():
+        anchor = _positive(f'search.codecs={entry!r}: anchor', int(value))
+        continue
+      if field == 'code':
+        code = _enum(f'search.codecs={entry!r}: code', Code, value)
+        continue
       require(
         bool(equals) and field in changed and field != 'layers',
         f'search.codecs={entry!r}: {word!r} must be FIELD=VALUE with a field '
@@ -1042,7 +1087,9 @@ def _candidates(values: ml_collections.ConfigDict) -> tuple[Candidate, ...]:
         require(
           False, f'search.codecs={entry!r}: {word!r} is no {kind.__name__}'
         )
-    found.append(Candidate(name=entry, codec=_codec(changed)))
+    found.append(
+      Candidate(name=entry, codec=_codec(changed), anchor=anchor, code=code)
+    )
   return tuple(found)
 
 

@@ -122,6 +122,11 @@ def styles_for(names: Sequence[str]) -> dict[str, Style]:
   return {name: _STYLES.get(name) or next(more) for name in names}
 
 
+def palette() -> tuple[Style, ...]:
+  """Returns styles for lines that stand for no scheme."""
+  return tuple(_STYLES.values())
+
+
 def save(drawing: Drawing, path: Any, kind: str) -> None:
   """Saves a figure as `png` or `svg`; the same figure gives the same bytes."""
   metadata = {'Software': None} if kind == 'png' else {'Date': None}
@@ -165,7 +170,7 @@ def foot(
   devices = dict.fromkeys(t['device'] for t in traces if t['device'])
   models = dict.fromkeys(t['model'] for t in traces if t['model'])
   lengths = sorted({t['prompt_tokens'] for t in traces if t['prompt_tokens']})
-  words = [' and '.join(labels), *devices, *models]
+  words = [' and '.join(labels) or 'measured', *devices, *models]
   if lengths:
     words.append(f'{span(lengths, "{:,}".format)} prompt tokens')
   speeds = sorted({t['link_gbps'] for t in traces if t['link_gbps']})

@@ -34,14 +34,17 @@ from lynx_jax.models import cached
 from lynx_jax.prefill import Prompt
 from lynx_jax.timeline import Phase
 
+RESUMES = True
 _SCHEMES = ('bf16', 'lynx', 'lynx_exact')
 _DRAFTS = (4, 8, 16)
+_SHARPENED = 15  # drafts of a whole verification
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """A part of a text, as a prompt."""
+  """A part of a text, as a prompt; `number` counts them."""
 
+  number: int
   name: str
   tokens: tuple[int, ...]
 
@@ -55,6 +58,9 @@ class Bench:
     settings: of the run.
     model: where it runs.
     stack: closes the engines.
+
+  Attributes:
+    rounds: of this prompt, details as an `acceptance` event has them.
   """
 
   def __init__(
@@ -77,17 +83,67 @@ class Bench:
       if scheme.is_speculative:
         line.engine.warm_up()  # bf16 makes references only
       self.engines[name] = line.engine
+    self.rounds: list[dict[str, Any]] = []
     self._computed: dict[Piece, Prompt] = {}
+    self._texts: codec_search.Texts | None = None
     self._results: dict[Any, Result] = {}
 
   def take(self, piece: Piece) -> None:
     """Turns to another prompt."""
     computed: Any = self.engines['bf16'].compute(piece.tokens)
     self._computed, self._results = {piece: computed}, {}
+    self.rounds, self._texts = [], None
 
   def computed(self, piece: Piece) -> Prompt:
     """Returns what prefill has computed."""
     return self._computed[piece]
+
+  def texts(self, piece: Piece) -> codec_search.Texts:
+    """Returns the same, as the codec search has it."""
+    if self._texts is None:
+      self._texts = codec_search.Texts.gather(
+        self.model.config, [piece.name], [self.computed(piece)]
+      )
+    return self._texts
+
+  def oracle(self, piece: Piece, drafts: int) -> codec_search.Oracle:
+    """Returns what decodes without an engine, in rounds of `drafts`."""
+    return codec_search.Oracle(
+      self.model.decode,
+      self.texts(piece),
+      tokens=self.settings.acceptance_tokens,
+      drafts=drafts,
+      ends=self.model.tokenizer.ends,
+    )
+
+  def accept(
+    self,
+    piece: Piece,
+    label: str,
+    drafts: int,
+    target: codec_search.Layers,
+    *anchors: codec_search.Layers,
+  ) -> float | None:
+    """Returns accepted / drafted of such rounds, which are kept under a label.
+
+    Args:
+      piece: the prompt.
+      label: of a line in the figures.
+      drafts: γ.
+      target, *anchors: see `codec_search.Oracle.accept`.
+    """
+    oracle = self.oracle(piece, drafts)
+    (rounds,), (tokens,) = oracle.accept(target, *anchors)
+    self.rounds.append(
+      {
+        'prompt': piece.name,
+        'label': label,
+        'draft_tokens': drafts,
+        'rounds': rounds,
+        'token_ids': tokens,
+      }
+    )
+    return summaries.accepted_share(rounds) if rounds else None
 
   def reference(self, piece: Piece, scheme: str) -> list[int]:
     """Returns what a scheme has to emit."""
@@ -149,56 +205,55 @@ def layer_ready(bench: Bench, piece: Piece) -> Figures:
   }
 
 
-def sharpened(bench: Bench, piece: Piece) -> Figures:
-  """Compares acceptance of drafts that read what has landed, and do not."""
-  sharp, coarse = (
-    bench.run(piece, 'lynx', sharpen=sharpen) for sharpen in (True, False)
-  )
-  gain = None
-  if sharp.drafted and coarse.drafted:
-    gain = sharp.accepted / sharp.drafted - coarse.accepted / coarse.drafted
-  return {'acceptance_gain_from_upgrade': gain}
-
-
 def drafts(bench: Bench, piece: Piece) -> Figures:
   """Forms KL of drafts and acceptance at fixed γ, as the codec search does."""
-  model, settings = bench.model, bench.settings
-  texts = codec_search.Texts.gather(
-    model.config, [piece.name], [bench.computed(piece)]
-  )
-  oracles = {
-    count: codec_search.Oracle(
-      model.decode,
-      texts,
-      tokens=settings.acceptance_tokens,
-      drafts=count,
-      ends=model.tokenizer.ends,
-    )
-    for count in _DRAFTS
-  }
-  first = oracles[_DRAFTS[0]]
-  first.continue_exactly()
-  codec = bench.schemes['lynx'].codec
-  exact_codec = dataclasses.replace(
-    bench.schemes['lynx_exact'].codec, exact=False
-  )
+  texts, oracle = bench.texts(piece), bench.oracle(piece, _DRAFTS[0])
+  oracle.continue_exactly()
   dense = TensorCodec(planes=())
+  exact = dataclasses.replace(bench.schemes['lynx_exact'].codec, exact=False)
   bf16, _ = codec_search.read_both(texts, CodecConfig(k=dense, v=dense))
-  target, anchor = codec_search.read_both(texts, codec)
-  _, unrotated = codec_search.read_both(texts, exact_codec)
-  (kl,), _ = first.compare(target, anchor)
-  (kl_exact,), _ = first.compare(bf16, unrotated)
+  both = codec_search.read_both(texts, bench.schemes['lynx'].codec)
+  _, unrotated = codec_search.read_both(texts, exact)
+  (kl,), _ = oracle.compare(*both)
+  (kl_exact,), _ = oracle.compare(bf16, unrotated)
   bits = bench.engines['lynx'].wire.bits_a_value(len(piece.tokens))
-  found: Figures = {
+  return {
     'kl_anchor': kl,
     'kl_anchor_exact': kl_exact,
     'bits_anchor': bits.anchor,
+    **{
+      f'acceptance_gamma{count}': bench.accept(
+        piece, f'γ = {count}', count, *both
+      )
+      for count in _DRAFTS
+    },
   }
-  for count, oracle in oracles.items():
-    (rounds,), _ = oracle.accept(target, anchor)
-    found[f'acceptance_gamma{count}'] = (
-      summaries.accepted_share(rounds) if rounds else None
+
+
+def sharpened(bench: Bench, piece: Piece) -> Figures:
+  """Forms what rounds of 15 drafts gain if the Residual lands meanwhile.
+
+  It lands layer by layer: draft i reads i of 15 parts of it. The same Anchor,
+  target and text as without it, and no clock. Then again with an Anchor of 2
+  bits, which errs often enough for the difference to show.
+  """
+  codec = bench.schemes['lynx'].codec
+  found: Figures = {}
+  for suffix, planes in (('', codec.k.planes), ('_2bit', (2, 2, 4))):
+    target, anchor = codec_search.read_both(
+      bench.texts(piece), config.with_planes(codec, planes)
     )
+    landing = codec_search.landing(target, anchor, drafts=_SHARPENED)
+    name = f'{planes[0]} bits'
+    alone, sharp = (
+      bench.accept(piece, f'{name}, {reads}', _SHARPENED, target, *anchors)
+      for reads, anchors in (
+        ('Anchor alone', [anchor]),
+        ('Residual landing', landing),
+      )
+    )
+    gain = None if alone is None or sharp is None else sharp - alone
+    found[f'acceptance_gain_from_upgrade{suffix}'] = gain
   return found
 
 
@@ -223,14 +278,29 @@ def sampled(bench: Bench, piece: Piece) -> Figures:
   return {'equal_to_reference_sampled': result.tokens == wanted}
 
 
+def drawn(bench: Bench, piece: Piece) -> Figures:
+  """Draws from what follows the first prompt; see `sampling_study`."""
+  if piece.number:
+    return {}
+  texts = bench.texts(piece)
+  kv = codec_search.read_both(texts, bench.schemes['lynx'].codec)
+  oracle = bench.oracle(piece, _DRAFTS[0])
+  ((logits, _),) = oracle.logits(texts.token[:, None], *kv)
+  return {
+    record['name']: record['value']
+    for record in sampling_study.total_variation(logits[0, 0])
+  }
+
+
 # What is measured of each prompt; every name becomes a summary, a mean.
 MEASUREMENTS: tuple[Callable[[Bench, Piece], Figures], ...] = (
   outputs,
   after_arrival,
   sampled,
   layer_ready,
-  sharpened,
   drafts,
+  sharpened,
+  drawn,
 )
 _UNITS = {
   'bits_total_exact': 'bits',
@@ -239,6 +309,15 @@ _UNITS = {
   'kl_anchor': 'nats',
   'kl_anchor_exact': 'nats',
 }
+
+
+def draw(records: Sequence[Mapping[str, Any]]) -> list[Any]:
+  """Returns the drawings of the report; see `figures.equivalence`."""
+  from experiments import drawing
+  from experiments.figures import equivalence
+
+  with drawing.look():
+    return [*equivalence.draw(records)]
 
 
 def run(
@@ -284,6 +363,7 @@ def run(
           version=version,
           prompt_tokens=len(piece.tokens),
           figures=found[piece.name],
+          rounds=bench.rounds,
         )
       )
   for record in figures_of(list(found.values())):
@@ -338,7 +418,9 @@ def _pieces(
     count = rng.randint(min(settings.equivalence.shortest, longest), longest)
     start = rng.randint(0, len(ids) - count)
     yield Piece(
-      f'{file}:{start}:{start + count}', tuple(ids[start : start + count])
+      number,
+      f'{file}:{start}:{start + count}',
+      tuple(ids[start : start + count]),
     )
 
 

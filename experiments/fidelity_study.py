@@ -438,7 +438,9 @@ class _Batch:
       self._anchor = reading
     elif self._anchor and self._anchor.name == reading.name + ANCHOR:
       rounds, outputs = self._oracle.accept(
-        reading.kv, self._anchor.kv, self._settings.acceptance_tokens
+        reading.kv,
+        self._anchor.kv,
+        tokens=self._settings.acceptance_tokens,
       )
       self._anchor = None
       for slot, prompt in enumerate(self._batch):

@@ -84,11 +84,14 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   """
   from experiments import figures, studies
 
-  records, earlier = last_run(list(records))
+  whole = list(records)
+  records, earlier = last_run(whole)
   note = [_EARLIER.format(runs=earlier)] if earlier else []
   study = _study(records)
   if study in studies.MODULES:
-    return _study_page(study, records, note)
+    if getattr(studies.load(study), 'RESUMES', False):
+      return _study_page(study, records, (), whole)
+    return _study_page(study, records, note, records)
   groups = grouped(records)
   runs = acceptance_runs(records)
   if not groups:
@@ -147,19 +150,29 @@ def _study(records: Iterable[Record]) -> Any:
 
 
 def _study_page(
-  study: str, records: Sequence[Record], note: Sequence[str]
+  study: str,
+  records: Sequence[Record],
+  note: Sequence[str],
+  shown: Sequence[Record],
 ) -> tuple[str, dict[str, bytes]]:
-  """Returns page and images of a study that draws its own figures."""
+  """Returns page and images of a study that draws its own figures.
+
+  Args:
+    study: its name.
+    records: of the last run.
+    note: what to say of those before.
+    shown: records that figures show.
+  """
   from experiments import studies
 
   summaries = _summaries(records)
   if not summaries:
     raise ReportError('there is no summary in the records; run a study first')
   images: dict[str, bytes] = {}
-  figures = drawings(records)
+  figures = drawings(shown)
   module = studies.load(study)
   notes = module.notes(records) if hasattr(module, 'notes') else []
-  tables = module.tables(records) if hasattr(module, 'tables') else []
+  tables = module.tables(shown) if hasattr(module, 'tables') else []
   body = [
     f'<h1>{_text(study.replace("_", " ").capitalize())}</h1>',
     f'<p>{_text(studies.subject(module))}</p>',

@@ -17,7 +17,7 @@ from typing import Any
 from lynx_jax.timeline import Event
 
 FILE = 'results.jsonl'
-EQUIVALENCE = 'equivalence'  # names of an `event`
+CODEC, EQUIVALENCE = 'codec', 'equivalence'  # names of `event`s
 FIDELITY = 'fidelity'
 CELL, ROWS = 'cell', 'rows'  # of an ablation
 
@@ -143,14 +143,15 @@ def acceptance_record(request: str, **detail: Any) -> dict[str, Any]:
   return _moment('acceptance', request, detail)
 
 
-def codec_record(codec: str, **detail: Any) -> dict[str, Any]:
-  """Builds the `event` record of a candidate of the codec search.
+def codec_record(prompt: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a prompt of the codec search.
 
   Args:
-    codec: its name.
-    **detail: prompts, and a value of each figure for every one of them.
+    prompt: its name.
+    **detail: version of the settings, prompt_tokens, figures by candidate, and
+      those by layer where they were measured.
   """
-  return _moment('codec', None, {'codec': codec, **detail})
+  return _moment(CODEC, prompt, detail)
 
 
 def compared_record(request: str, **detail: Any) -> dict[str, Any]:

@@ -4,8 +4,9 @@
 Each is a module with `run(settings, writer, screen)`, which writes records, and
 perhaps `draw(records)`, which returns the `drawing.Drawing`s of its report, and
 `tables(records)` and `notes(records)`, which return (caption, header, rows) and
-paragraphs for it. They run in one process. Any
-other name is a latency study.
+paragraphs for it. One that goes on where it stopped says `RESUMES = True`: it
+is given the records of all its runs, else those of the last. They run in one
+process. Any other name is a latency study.
 """
 
 import importlib

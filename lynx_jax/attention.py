@@ -139,71 +139,94 @@ def _attend(
   first = rule.first_tokens(position)
   query = q.astype(jnp.float32)
   sinks = prefix.sinks_k.shape[2]
-  start = rows.prefix_tokens[:, None]
+  end = rows.prefix_ends  # B T, or B 1 where all rows read the same
+  end = rows.prefix_tokens[:, None] if end is None else end
 
-  def visible(held, token):  # B T S, of tokens that a slot holds or all hold
+  def visible(held, token):  # B T S, where `held` is less than that
+    held = jnp.broadcast_to(held, (*position.shape, held.shape[-1]))
     if first is None:
       return held
-    return held & (token[:, None] >= first[:, :, None])
+    return held & (token >= first[:, :, None])
 
   parts = []
   if sinks:
-    token = jnp.arange(sinks, dtype=jnp.int32)[None]
+    token = jnp.arange(sinks, dtype=jnp.int32)[None, None]
     parts.append(
       dense_attention(
         query,
         prefix.sinks_k[layer],
         prefix.sinks_v[layer],
-        mask=visible(
-          jnp.broadcast_to((token < start)[:, None], (*position.shape, sinks)),
-          token,
-        ),
+        mask=visible(token < end[:, :, None], token),
         **logits,
       )
     )
   if isinstance(prefix.k, PackedTensor):
     assert isinstance(prefix.v, PackedTensor)
-    parts.append(
-      split_attention(
-        query,
-        prefix.k,
-        prefix.v,
-        layer=layer,
-        prefix_tokens=rows.prefix_tokens,
-        residual_tokens=residual_tokens,
-        sinks=sinks,
-        first_tokens=first,
-        **logits,
-        implementation=implementation,
-      )
+    packed = functools.partial(
+      split_attention,
+      query,
+      prefix.k,
+      prefix.v,
+      layer=layer,
+      residual_tokens=residual_tokens,
+      sinks=sinks,
+      first_tokens=first,
+      **logits,
+      implementation=implementation,
     )
+    parts.append(_up_to(packed, end))
   else:
     assert not isinstance(prefix.v, PackedTensor)
-    token = jnp.arange(prefix.k.shape[2], dtype=jnp.int32)[None]
-    held = (token >= sinks) & (token < start)
+    token = jnp.arange(prefix.k.shape[2], dtype=jnp.int32)[None, None]
     parts.append(
       dense_attention(
         query,
         prefix.k[layer],
         prefix.v[layer],
-        mask=visible(
-          jnp.broadcast_to(held[:, None], (*position.shape, token.shape[1])),
-          token,
-        ),
+        mask=visible((token >= sinks) & (token < end[:, :, None]), token),
         **logits,
       )
     )
-  token = start + jnp.arange(tail.k.shape[2], dtype=jnp.int32)[None]
+  token = kv_cache.tail_positions(position, rows, tail.k.shape[2])
+  held = token <= position[:, :, None]
+  if rows.prefix_ends is not None:
+    held = held & (token >= end[:, :, None])
   parts.append(
     dense_attention(
       query,
       tail.k[layer],
       tail.v[layer],
-      mask=visible(token[:, None] <= position[:, :, None], token),
+      mask=visible(held, token),
       **logits,
     )
   )
   return merge(parts).astype(q.dtype), tail
+
+
+def _up_to(packed, end):
+  """Attends with every row to the prefix below its `end`.
+
+  Rows of a pass have at most two ends: it has fewer tokens than a group. Both
+  are served by the same code, so that a row gets the same bits whatever the
+  ends of others.
+  """
+  if end.shape[1] == 1:
+    return packed(prefix_tokens=end[:, 0])
+
+  def one(index, found):
+    own = jnp.where(index == 0, end[:, 0], end[:, -1])
+    fresh = packed(prefix_tokens=own)
+    mine = (end == own[:, None])[:, :, None]
+    out, lse = (
+      jnp.where(m, new, old)
+      for m, new, old in zip((mine[..., None], mine), fresh, found, strict=True)
+    )
+    return out, lse
+
+  shapes = jax.eval_shape(lambda: packed(prefix_tokens=end[:, 0]))
+  empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  count = 1 + jnp.any(end[:, 0] != end[:, -1]).astype(jnp.int32)
+  return jax.lax.fori_loop(0, count, one, empty)
 
 
 def dense_attention(

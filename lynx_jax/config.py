@@ -321,6 +321,10 @@ class CodecConfig:
     recent_tokens: W, the last prompt tokens kept dense.
     exact: an exact plane follows the planes: the target can be the bit-exact
       bfloat16 cache. It needs K and V of all layers in planes and unrotated.
+    generated: groups of generated tokens are packed like those of the prompt;
+      else they stay dense. The token at position p then reads
+      [0, prefix_end(p)) from the prefix, and what follows from the tail. All
+      layers must have planes, and bfloat16 must not be the target.
     layers: overrides; their ranges must coincide with layer groups.
   """
 
@@ -330,6 +334,7 @@ class CodecConfig:
   sinks: int = 4
   recent_tokens: int = 64
   exact: bool = False
+  generated: bool = False
   layers: tuple[LayerCodec, ...] = ()
 
   def __post_init__(self):
@@ -354,6 +359,15 @@ class CodecConfig:
       if self.exact:
         check_exact('k', k)
         check_exact('v', v)
+      require(
+        not self.generated or bool(k.planes),
+        'codec.generated=True needs planes in every layer; k=() has none',
+      )
+    require(
+      not (self.generated and self.exact),
+      'codec.generated=True and codec.exact=True: bfloat16 is the target, so '
+      'generated tokens stay dense; leave one of them out',
+    )
     ends = [(r.start, r.stop) for r in self.layers]
     require(
       all(a < b for a, b in ends)
@@ -455,20 +469,23 @@ class EngineConfig:
 
   def prefix_capacity(self, codec: CodecConfig) -> int:
     """Returns the prefix tokens a slot can hold, a multiple of the group."""
-    return max(codec.group, codec.prefix_end(self.prompt_tokens))
+    longest = self.prompt_tokens
+    if codec.generated:
+      longest += self.output_tokens + self.verify_rows
+    return max(codec.group, codec.prefix_end(longest))
 
   def tail_capacity(self, codec: CodecConfig) -> int:
     """Returns the dense tail tokens a slot can hold.
 
-    Recent and ragged prompt tokens, generated ones, and scratch rows for a
-    verification that starts at the last of them; a multiple of 32.
+    Recent and ragged prompt tokens, generated ones that are not packed, and
+    scratch rows for a verification that starts at the last of them; a multiple
+    of 32.
     """
     # A round number of rows; which one was not measured to matter.
     longest = (
       codec.recent_tokens
       + codec.group
-      - 1
-      + self.output_tokens
+      + (0 if codec.generated else self.output_tokens - 1)
       + max(self.verify_rows, self.backlog_tokens)
     )
     return math.ceil(longest / 32) * 32
@@ -487,6 +504,12 @@ def check_together(
     engine.layer_groups <= model.layers,
     f'engine.layer_groups={engine.layer_groups} must not exceed '
     f'model.layers={model.layers}',
+  )
+  require(
+    not codec.generated or codec.recent_tokens >= engine.verify_rows - 1,
+    f'codec.recent_tokens={codec.recent_tokens} must be at least '
+    f'{engine.verify_rows - 1}, engine.verify_rows less 1, with '
+    'codec.generated=True: a group is packed when all its tokens are committed',
   )
   total = engine.prompt_tokens + engine.output_tokens
   require(

@@ -110,6 +110,9 @@ _Strings = dict[tuple[int, int], wire_lib.String]
 # those: after a bad stretch drafts are tried again.
 _ADAPTED_ROUNDS = 8
 _RECENT_ROUNDS = 32
+# A first verification is opened so much earlier than its steps take alone: what
+# arrives is unpacked and inserted at the same time.
+_OPENS_EARLY = 1.5
 _POLL_S = 0.02  # longest wait for an arrival before looking at the rest
 _UNBOUNDED = np.iinfo(np.int32).max
 _PLACE = program(slots_lib.place, name='place', donate=(0,))
@@ -216,6 +219,9 @@ class Engine:
         config.slots,
         drafts=max(config.backlog_tokens, config.verify_rows),
         output_tokens=config.output_tokens,
+        growth=slots_lib.Growth(codec.group, codec.recent_tokens)
+        if codec.generated
+        else None,
       ),
       mesh_lib.place(mesh, PartitionSpec()),
     )
@@ -274,6 +280,8 @@ class Engine:
       arrays = jax.device_put(arrays, where)
       self._insert(0, 0, part, arrays, strings)
     self._merge(0, strings, self.config.prompt_tokens)
+    if self.codec.generated:
+      self._pack(0, self.config.prompt_tokens + self.codec.group)
     if self._drafts(self.codec.target):
       self.time_step(Step.ROUND)
     if self._has_residual and self.config.sharpen:
@@ -719,6 +727,14 @@ class Engine:
       self._decoder.end_tokens,
       sampling.row(),
     )
+    self._pack(slot, prompt_tokens)
+
+  def _pack(self, slot: int, length: int) -> None:
+    """Packs what a slot with so many tokens and no generated group needs."""
+    held = self.codec.prefix_end(min(length, self.config.prompt_tokens))
+    self._cache, self._slots = self._decoder.pack(
+      self._cache, self._slots, slot, length, held
+    )
 
   def _room(self, entry: _Entry) -> bool:
     """Whether the slot may draft more; the device checks the same limits."""
@@ -812,7 +828,8 @@ class Engine:
     size = self.wire.stream_bytes(result.prompt_tokens).residual
     left = size - result.residual_bytes + entry.progress.exact_bytes_left
     left_s = left / max(entry.rate, 1e-9)
-    return left_s <= self.costs.verify_s + self.costs.draft_s
+    own_s = self.costs.verify_s + self.costs.draft_s
+    return left_s <= _OPENS_EARLY * own_s
 
   @spanned(Phase.VERIFY)
   def _decode(self, entries: list[_Entry], form: Form, target: Target) -> None:
@@ -908,6 +925,9 @@ class Engine:
       self._show(entry, committed, drafts, end_s)
       if state.remaining[slot] == 0:
         self._end(entry, State.DONE)
+    self._cache, self._slots = self._decoder.grow(
+      self._cache, self._slots, state
+    )
 
   def _show(
     self, entry: _Entry, committed: list[int], drafts: list[int], now_s: float

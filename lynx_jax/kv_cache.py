@@ -16,6 +16,19 @@ E + j. `length` counts tokens whose KV is committed and is the only commit mark:
 drafts write scratch rows above it, verification overwrites them, a commit
 raises it. Nothing is ever rolled back.
 
+Where generated tokens are packed, E grows with the position of the token that
+reads: the one at p has its prefix in [0, prefix_end(p)), however many tokens
+share its pass. `pack_group` copies a group into the prefix before any token
+needs it there, and after all of it is committed. The tail is a ring then: row
+j holds positions E + j modulo its size, with the prompt's E. Tokens keep their
+rows, so that sums over the tail are formed in the same order in every pass.
+With groups of 32, 16 recent tokens and a prompt of 90:
+
+| token at | reads from the prefix | group [64, 96) is packed when |
+|---|---|---|
+| 90 .. 111 | [0, 64) | |
+| 112 .. 143 | [0, 96) | 96 tokens are committed, before a pass reaches 112 |
+
 Where the codec has an exact plane, the prefix has a second form: bit-exact
 bfloat16, merged group by group. A pass over it is the very program of a cache
 without planes; drafts go on reading the planes.
@@ -32,6 +45,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
 
 from lynx_jax import codec as codec_lib
 from lynx_jax import mesh as mesh_lib
@@ -43,6 +57,7 @@ from lynx_jax.config import (
   Target,
   layer_ranges,
 )
+from lynx_jax.pallas_kernels.split_kv import split_kv
 from lynx_jax.shapes import Array, BFloat16, Bool, Int32
 
 _Tree = TypeVar('_Tree')
@@ -112,11 +127,14 @@ class Rows:
     first: position of row 0; row r stands at `first + r`.
     prefix_tokens: E, where the tail starts.
     active: other slots compute on scratch and change nothing that counts.
+    prefix_ends: what each row reads from the prefix; None is E, and the tail
+      is no ring.
   """
 
   first: Int32[Array, 'B']
   prefix_tokens: Int32[Array, 'B']
   active: Bool[Array, 'B']
+  prefix_ends: Int32[Array, 'B T'] | None = None
 
   def positions(self, rows: int) -> Int32[Array, 'B T']:
     """Returns the position of every row; 0.. for slots that are not active."""
@@ -211,9 +229,18 @@ def write_rows(
   """Writes the KV of a pass at the rows' positions.
 
   A slot that is not active gets them in its last T rows, which hold nothing:
-  its tail may be receiving.
+  its tail may be receiving. Rows of a ring are written where they are active.
   """
   capacity, count = tail.k.shape[2], k.shape[1]
+  if rows.prefix_ends is not None:
+    place = (rows.first - rows.prefix_tokens)[:, None]
+    place = (place + jnp.arange(count, dtype=jnp.int32)[None]) % capacity
+    place = jnp.where(rows.active[:, None], place, capacity)  # is dropped
+    slot = jnp.arange(len(place), dtype=jnp.int32)[:, None]
+    return Tail(
+      tail.k.at[layer, slot, place].set(k, mode='drop'),
+      tail.v.at[layer, slot, place].set(v, mode='drop'),
+    )
   start = jnp.where(
     rows.active, rows.first - rows.prefix_tokens, capacity - count
   )
@@ -238,3 +265,96 @@ def _as_stored(buffer):
   if not jax.sharding.get_abstract_mesh().empty:
     return buffer
   return with_layout_constraint(buffer, Layout(tuple(range(buffer.ndim))))
+
+
+def tail_positions(
+  positions: Int32[Array, 'B T'], rows: Rows, capacity: int
+) -> Int32[Array, 'B 1 S'] | Int32[Array, 'B T S']:
+  """Returns which position a row of the tail holds, as each token sees it.
+
+  In a ring of 8 rows with E = 64, the token at 74 sees
+
+  | row | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
+  |---|---|---|---|---|---|---|---|---|
+  | position | 72 | 73 | 74 | 67 | 68 | 69 | 70 | 71 |
+
+  Args:
+    positions: of the pass.
+    rows: where the tokens stand.
+    capacity: S, rows of the tail.
+  """
+  row = jnp.arange(capacity, dtype=jnp.int32)[None, None]
+  start = rows.prefix_tokens[:, None, None]
+  if rows.prefix_ends is None:
+    return start + row
+  own = positions[:, :, None]
+  return own - (own - start - row) % capacity
+
+
+def pack_group(
+  prefix: Prefix,
+  tail: Tail,
+  slot: Int32[Array, ''],
+  prefix_tokens: Int32[Array, ''],
+  end: Int32[Array, ''],
+  *,
+  group: int,
+  implementation: str | None = None,
+) -> Prefix:
+  """Copies a group of a slot from the tail into the planes of its prefix.
+
+  Args:
+    prefix, tail: of a layer group; all tokens of the group are committed.
+    slot: whose.
+    prefix_tokens: E, which the ring's first row holds.
+    end: tokens that are in the prefix; the group begins there.
+    group: Q.
+    implementation: of `split_kv`.
+  """
+  pack = functools.partial(
+    _pack_group, group=group, implementation=implementation
+  )
+  held, everywhere = specs((prefix, tail)), PartitionSpec()
+  return mesh_lib.on_each_shard(
+    pack,
+    (*held, everywhere, everywhere, everywhere),
+    held[0],
+    prefix,
+    tail,
+    slot,
+    prefix_tokens,
+    end,
+  )
+
+
+def _pack_group(
+  prefix, tail, slot, prefix_tokens, end, *, group, implementation
+):
+  sinks, capacity = prefix.sinks_k.shape[2], tail.k.shape[2]
+  row = end - prefix_tokens + jnp.arange(group, dtype=jnp.int32)
+  dense = [x[:, slot, row % capacity] for x in (tail.k, tail.v)]  # L Q K H
+  is_first = end == 0
+  packed = split_kv(
+    *dense,
+    k_codec=prefix.k.codec,
+    v_codec=prefix.v.codec,
+    group=group,
+    sinks=jnp.where(is_first, sinks, 0).astype(jnp.int32),
+    implementation=implementation,
+  )
+
+  def put(buffer, values):  # [L, K, rows, …] of one group
+    start = jnp.zeros((buffer.ndim,), jnp.int32)
+    start = start.at[1].set(slot).at[3].set(end // group * values.shape[2])
+    return jax.lax.dynamic_update_slice(buffer, values[:, None], start)
+
+  def first(held, values):
+    kept = jnp.where(is_first, values[:, :sinks], held[:, slot])
+    return held.at[:, slot].set(kept)
+
+  k, v = (
+    jax.tree.map(put, held, fresh)
+    for held, fresh in zip((prefix.k, prefix.v), packed, strict=True)
+  )
+  sinks_k, sinks_v = map(first, (prefix.sinks_k, prefix.sinks_v), dense)
+  return Prefix(k, v, sinks_k, sinks_v)

@@ -22,6 +22,7 @@ from lynx_jax.config import (
 from lynx_jax.models import presets, transformer
 from lynx_jax.prefill import Prefill
 
+NAME = 'k=2,2,4 v=2,2,4'
 MODEL = presets.tiny(layers=2, head_dim=16, vocab=64, tied_embeddings=False)
 TOKENS, DRAFTS = 24, 5
 LENGTHS = (150, 97)
@@ -193,26 +194,39 @@ def test_the_study_writes_candidates_and_summaries(
   monkeypatch.chdir(pathlib.Path(__file__).parents[1])
   argv = [
     'main',
-    '--config=configs/codec_search.py:book',
+    '--config=configs/codec_search.py',
     f'--workdir={tmp_path}',
+    '--config.prompt_file=book,chat',
     '--config.model.path=tiny',
     '--config.prompt_tokens=224',
     '--config.engine.layer_groups=2',
     '--config.acceptance.output_tokens=12',
-    '--config.search.codecs=k=2,2,4 v=2,2,4',
-    '--config.search.most_bits=9.0',
+    f'--config.search.codecs={NAME}',
+    '--config.search.most_bits=8.0',
     '--config.search.drafted=1',
+    '--config.search.at_once=1',
   ]
   assert main.main(argv) == 0
+  assert '1 prompts are left' in capsys.readouterr().out
+  assert main.main(argv) == 0
   records = list(results.read(tmp_path / results.FILE))
-  found = [r['detail'] for r in records if r.get('name') == 'codec']
-  assert [f['codec'] for f in found] == ['codec', 'k=2,2,4 v=2,2,4']
+  one, other = (r['detail'] for r in records if r.get('name') == 'codec')
+  assert [one['prompt_tokens'], other['prompt_tokens']] == [192, 192]
+  fine, coarse = one['candidates'].values()
   # The first has less KL, but more bits than allowed.
-  assert found[1]['bits_anchor'] < [9.0] < found[0]['bits_anchor']
-  assert found[0]['kl'] < found[1]['kl']
-  assert [bool(f['acceptances']) for f in found] == [False, True]
-  values = {r['name']: r['value'] for r in records if r['kind'] == 'summary'}
-  assert values['kl_anchor'] == found[1]['kl'][0]
-  assert values['bits_anchor'] == found[1]['bits_anchor'][0]
-  assert 0 <= values['acceptance_gamma8'] <= 1
-  assert 'best: k=2,2,4 v=2,2,4' in capsys.readouterr().out
+  assert coarse['bits'] < 8.0 < fine['bits']
+  assert fine['kl'] < coarse['kl']
+  assert ['rounds' in each for each in (fine, coarse)] == [False, True]
+  assert [sorted(layer) for layer in one['layers']] == [['k', 'v']] * 4
+  assert min(min(layer.values()) for layer in one['layers']) >= 0
+  assert 'layers' not in other
+  last = {r['name']: r for r in records if r['kind'] == 'summary'}
+  both = [d['candidates'][NAME] for d in (one, other)]
+  assert last['kl_anchor']['value'] == np.mean([each['kl'] for each in both])
+  assert last['kl_anchor']['n'] == 2
+  assert last['bits_anchor']['value'] == coarse['bits']
+  assert 0 <= last['acceptance_gamma8']['value'] <= 1
+  assert 'left' not in capsys.readouterr().out
+  page = (tmp_path / 'report.html').read_text()
+  assert 'What bits buy' in page
+  assert 'Which layers need bits' in page

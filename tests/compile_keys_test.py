@@ -53,22 +53,27 @@ def compiled():
 
 
 @pytest.mark.parametrize(
-  'planes, exact, drafter',
+  'planes, exact, generated, drafter',
   [
-    ((4, 4), False, Drafter.ANCHOR),
-    ((8,), False, Drafter.PROMPT_LOOKUP),
-    ((8,), True, Drafter.ANCHOR),
+    ((4, 4), False, False, Drafter.ANCHOR),
+    ((8,), False, True, Drafter.PROMPT_LOOKUP),
+    ((8,), True, False, Drafter.ANCHOR),
   ],
 )
 def test_warm_up_compiles_the_table_and_requests_nothing(
-  planes, exact, drafter, compiled
+  planes, exact, generated, drafter, compiled
 ):
   to = jax.devices()[0]
   model = engines.draw_model(presets.tiny(head_dim=16))
   nnx.update(model, jax.device_put(nnx.state(model), to))
   tensor = TensorCodec(planes=planes)
   codec = CodecConfig(
-    group=32, recent_tokens=16, k=tensor, v=tensor, exact=exact
+    group=32,
+    recent_tokens=16,
+    k=tensor,
+    v=tensor,
+    exact=exact,
+    generated=generated,
   )
   config = EngineConfig(
     slots=2,
@@ -114,13 +119,15 @@ def test_warm_up_compiles_the_table_and_requests_nothing(
       expected['exact'] = 13
     if drafter is Drafter.PROMPT_LOOKUP:
       expected['propose'] = 1
+    if generated:
+      expected['grow'] = 2
     assert found == expected
     table = _DOCS.read_text(encoding='utf-8')
     assert all(f'`{name}`' in table for name in found)
 
     rng = np.random.default_rng(0)
     with programs.counting() as counts:
-      for length in (1, 48, 65, 256):
+      for length in (1, 48, 65, 76, 256):
         prompt = rng.integers(0, 256, length).tolist()
         engine.generate(Request(prompt=prompt, output_tokens=6))
     assert counts.compiles == 0

@@ -74,6 +74,7 @@ def setup(
   recent_tokens: int = 16,
   group: int = 32,
   exact: bool = False,
+  generated: bool = False,
   layers: tuple[LayerCodec, ...] = (),
   **config,
 ) -> Setup:
@@ -100,6 +101,7 @@ def setup(
       sinks=sinks,
       recent_tokens=recent_tokens,
       exact=exact,
+      generated=generated,
       layers=layers,
     ),
     config=EngineConfig(**(defaults | config)),

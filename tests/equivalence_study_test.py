@@ -3,6 +3,7 @@
 
 import dataclasses
 import io
+import types
 
 import pytest
 
@@ -11,6 +12,10 @@ from experiments import cli, config, display, equivalence, results, serving
 from lynx_jax.config import ConfigError
 
 FIGURE = 'equal_to_bf16_exact'
+ROUNDS = [
+  {'prompt': 'a', 'label': label, 'draft_tokens': 4, 'rounds': [(4, 3), (4, 4)]}
+  for label in ('γ = 4', '2 bits, Anchor alone')
+]
 
 
 def _settings(**fields) -> config.Settings:
@@ -56,7 +61,8 @@ def measured(monkeypatch) -> list[str]:
     return {FIGURE: len(names) != 2, 'bits_total_exact': len(piece.tokens)}
 
   monkeypatch.setattr(equivalence, 'measure', measure)
-  monkeypatch.setattr(equivalence, 'Bench', lambda *_: None)
+  bench = types.SimpleNamespace(rounds=ROUNDS)
+  monkeypatch.setattr(equivalence, 'Bench', lambda *_: bench)
   return names
 
 
@@ -86,6 +92,14 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, measured):
   assert measured[1:] == names[5:]
   assert summaries[FIGURE]['n'] == 8
   assert 'left' not in said
+  titles = [
+    drawn.title
+    for drawn in equivalence.draw([*results.read(tmp_path / results.FILE)])
+  ]
+  assert titles == [
+    'Acceptance by position in the round',
+    'Drafts that sharpen: acceptance by position in the round',
+  ]
 
 
 def test_figures_of_other_settings_do_not_count(tmp_path, measured):

@@ -54,6 +54,8 @@ HOST_VALUES = {
   ('models/weights.py', 'shape'): 'of a tensor in a file',
   ('models/weights.py', 'value'): 'a number of a JSON file',
   ('speculative/decode.py', 'end_tokens'): 'of the tokenizer',
+  ('speculative/decode.py', 'grown'): 'fetched by the caller',
+  ('speculative/decode.py', 'length'): 'fetched by the caller',
   ('remote_prefill.py', 'entry.prompt'): 'token ids of the caller',
   ('transport/courier.py', 'self._under_way'): 'a list of flights',
   ('wire.py', 'part'): 'a slice of a manifest',

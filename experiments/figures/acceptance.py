@@ -17,6 +17,8 @@ from experiments.selection import Trace
 
 Record = Mapping[str, Any]
 
+_MOST_PROMPTS = 8  # more are neither drawn one by one nor named
+
 
 @dataclasses.dataclass(frozen=True)
 class _Rounds:
@@ -45,8 +47,9 @@ def _rounds(traces: Sequence[Trace], runs: Sequence[Record]) -> list[_Rounds]:
     drafts = run.get('draft_tokens')
     full = [(d, a) for d, a in run.get('rounds') or () if d == drafts]
     if full:
-      label = f'lynx, γ = {drafts}'
-      line = lines.setdefault(drafts, _Rounds('lynx', label, {}))
+      label = run.get('label') or f'lynx, γ = {drafts}'
+      scheme = run.get('label') or 'lynx'
+      line = lines.setdefault(label, _Rounds(scheme, label, {}))
       line.by_prompt.setdefault(str(run.get('prompt')), []).extend(full)
   if lines:
     return list(lines.values())
@@ -72,8 +75,8 @@ def draw(
 
   Args:
     traces: requests, for devices and, without runs, for rounds.
-    runs: details of `acceptance` events.
-    styles: by scheme.
+    runs: details of `acceptance` events; one with a `label` is of that line.
+    styles: by scheme or label.
   """
   lines = _rounds(traces, runs)
   if not lines:
@@ -85,7 +88,7 @@ def draw(
   lowest = 1.0
   for i, line in enumerate(lines):
     style = styles.get(line.scheme) or drawing.style_of(line.scheme)
-    if len(line.by_prompt) > 1:
+    if 1 < len(line.by_prompt) <= _MOST_PROMPTS:
       lowest = min(lowest, _draw_prompts(axes, line, longest))
     shift = (i - (len(lines) - 1) / 2) * min(0.22, 0.8 / len(lines))
     row = 3 + 7 * (len(lines) - 1 - i)
@@ -154,12 +157,12 @@ def draw(
     handletextpad=0.2,
     borderaxespad=0.2,
   )
-  prompts = {prompt for line in lines for prompt in line.by_prompt}
+  prompts = sorted({prompt for line in lines for prompt in line.by_prompt})
+  words = f'{len(prompts)} prompts'
+  if len(prompts) <= _MOST_PROMPTS:
+    words = f'prompts: {", ".join(prompts)}'
   drawing.foot(
-    figure,
-    traces,
-    f'n = rounds, under every mark; prompts: {", ".join(sorted(prompts))}',
-    rates=False,
+    figure, traces, f'n = rounds, under every mark; {words}', rates=False
   )
   fixed = ' Only full rounds of γ drafts.' if runs else ''
   return Drawing(

@@ -34,12 +34,16 @@ def read(file: str | pathlib.Path) -> str:
   """Returns the text of a prompt file.
 
   Args:
-    file: a path, or the name of a shipped prompt (`book`).
+    file: a path, or the name of a shipped prompt (`book`), or several of
+      them, one after the other (`book+code`).
 
   Raises:
     ConfigError: if the file is empty or is not UTF-8 text.
     OSError: if it cannot be read.
   """
+  names = str(file).split('+')
+  if len(names) > 1 and {*names} <= {*KEEPS_END}:
+    return '\n\n'.join(map(read, names))
   shipped = str(file) in KEEPS_END
   source = path(str(file)) if shipped else pathlib.Path(file)
   data = source.read_bytes()

@@ -12,6 +12,7 @@ equal those of `reference_decode`, which calls the same program without drafts.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,9 @@ def rounds(
 ) -> tuple[Tails, Slots]:
   """Repeats draft → verify → commit until all wanted slots have ended.
 
+  It stops before a verification that needs another group of generated tokens
+  in the prefix, which only the host can put there.
+
   With `draft_tokens` = 0 a round is plain decoding in the verify program.
 
   Args:
@@ -138,7 +142,11 @@ def rounds(
 
   def more(carry):
     done, _, slots = carry
-    return (done < max_rounds) & jnp.any(wanted & (slots.remaining > 0))
+    return (
+      (done < max_rounds)
+      & jnp.any(wanted & (slots.remaining > 0))
+      & ~jnp.any(wanted & slots.due(rows))
+    )
 
   def one(carry):
     done, tail, slots = carry
@@ -178,7 +186,8 @@ def draft_rows(
   """Returns the tokens to draft from, and where they stand."""
   drafting, token = slots_lib.next_draft(slots, wanted, limit, end_tokens)
   first = slots.length + slots.n_drafts
-  return token[:, None], Rows(first, slots.prefix_tokens, drafting)
+  ends = slots.prefix_ends(first, 1)
+  return token[:, None], Rows(first, slots.prefix_tokens, drafting, ends)
 
 
 def verify_rows(
@@ -188,7 +197,10 @@ def verify_rows(
   drafts = slots.drafts[:, : rows - 1]
   tokens = jnp.concatenate([slots.last_token[:, None], drafts], axis=1)
   return tokens, Rows(
-    slots.length, slots.prefix_tokens, wanted & (slots.remaining > 0)
+    slots.length,
+    slots.prefix_tokens,
+    wanted & (slots.remaining > 0),
+    slots.prefix_ends(slots.length, rows),
   )
 
 
@@ -386,6 +398,45 @@ class Decoder:
     )
     return dataclasses.replace(cache, tail=tail), slots
 
+  def grow(
+    self, cache: Cache, slots: Slots, state: Slots
+  ) -> tuple[Cache, Slots]:
+    """Packs the groups that the next verification needs; donates the prefix.
+
+    Args:
+      cache: of all slots.
+      slots: of all; they must not be in an open verification.
+      state: the same, fetched.
+    """
+    for slot, left in enumerate(state.remaining):
+      if left:
+        length, grown = state.length[slot], state.grown_tokens[slot]
+        cache, slots = self.pack(cache, slots, slot, int(length), int(grown))
+    return cache, slots
+
+  def pack(
+    self, cache: Cache, slots: Slots, slot: int, length: int, grown_tokens: int
+  ) -> tuple[Cache, Slots]:
+    """Does the same for one slot; see `grow`.
+
+    Args:
+      cache, slots: as there.
+      slot: which.
+      length, grown_tokens: of the slot.
+    """
+    growth = slots.growth
+    missing = (
+      growth.missing(grown_tokens, length + self.rows - 1) if growth else 0
+    )
+    for _ in range(missing):
+      prefix = tuple(
+        self._programs.pack(*held, slots, np.int32(slot))
+        for held in zip(cache.prefix, cache.tail, strict=True)
+      )
+      cache = dataclasses.replace(cache, prefix=prefix)
+      slots = self._programs.grow(slots, np.int32(slot))
+    return cache, slots
+
   def _layers(
     self, run, params, h, prefix, tail, where, groups, residual_tokens=None
   ):
@@ -405,6 +456,8 @@ class Decoder:
 
 @dataclasses.dataclass(frozen=True)
 class _Programs:
+  grow: Callable
+  pack: Callable
   open_draft: Callable
   open_verify: dict[int, Callable]
   draft_layers: Callable
@@ -475,8 +528,21 @@ def _programs(
       implementation=implementation,
     )
 
+  def pack(prefix, tail, slots, slot):
+    return kv_cache.pack_group(
+      prefix,
+      tail,
+      slot,
+      slots.prefix_tokens[slot],
+      slots.grown_tokens[slot],
+      group=slots.growth.group,
+      implementation=implementation,
+    )
+
   everywhere = PartitionSpec()
   tails = mesh_lib.spec('L B S K H')
+  planes: Any = mesh_lib.spec('L B K R Q')
+  sinks: Any = tails
   make = functools.partial(
     program, out_shardings=mesh_lib.outputs(mesh, everywhere)
   )
@@ -487,6 +553,15 @@ def _programs(
     out_shardings=mesh_lib.outputs(mesh, (everywhere, tails)),
   )
   return _Programs(
+    grow=make(slots_lib.grow, name='grow', donate=(0,)),
+    pack=program(
+      pack,
+      name='grow',
+      donate=(0,),
+      out_shardings=mesh_lib.outputs(
+        mesh, Prefix(planes, planes, sinks, sinks)
+      ),
+    ),
     open_draft=make(open_draft, name=Phase.DRAFT),
     open_verify={
       count: make(functools.partial(open_verify, rows=count), name=Phase.VERIFY)
@@ -527,7 +602,8 @@ def reference_decode(
     The tokens of each slot, token 1 first; the cache; and the slots.
   """
   wanted = np.ones(slots.length.shape, bool)
-  while fetch(slots.remaining).any():
+  while (state := fetch(slots)).remaining.any():
+    cache, slots = decoder.grow(cache, slots, state)
     cache, slots = decoder.verify(params, cache, slots, wanted, target=target)
   out, count = fetch((slots.out, slots.n_out))
   tokens = [row[:n].tolist() for row, n in zip(out, count, strict=True)]

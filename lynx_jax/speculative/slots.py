@@ -13,6 +13,29 @@ from lynx_jax import sampling
 from lynx_jax.shapes import Array, Bool, Int32
 
 
+@dataclasses.dataclass(frozen=True)
+class Growth:
+  """How generated tokens move into the prefix; see `CodecConfig.prefix_end`.
+
+  Attributes:
+    group: Q.
+    recent_tokens: W.
+  """
+
+  group: int
+  recent_tokens: int
+
+  def prefix_end(self, position: Int32[Array, '*b']) -> Int32[Array, '*b']:
+    """Returns the prefix tokens that the token at a position reads."""
+    groups = (position - self.recent_tokens) // self.group
+    return jnp.maximum(groups, 0) * self.group
+
+  def missing(self, held_tokens: int, position: int) -> int:
+    """Returns how many groups more than are held the token reads."""
+    groups = (position - self.recent_tokens) // self.group
+    return max(0, groups - held_tokens // self.group)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
@@ -23,6 +46,7 @@ class Slots:
 
   Attributes:
     prefix_tokens: E, where the tail starts.
+    grown_tokens: tokens that are in the prefix: E, and generated groups.
     length: tokens with committed KV; the only commit mark.
     last_token: the last committed token.
     remaining: tokens that may still be committed; 0 ends the slot.
@@ -31,9 +55,11 @@ class Slots:
     round_drafts, round_accepted, n_rounds: drafts that each verification
       looked at, and how many of them it accepted.
     samplings: how tokens are chosen.
+    growth: of the prefix; None where generated tokens stay dense.
   """
 
   prefix_tokens: Int32[Array, 'B']
+  grown_tokens: Int32[Array, 'B']
   length: Int32[Array, 'B']
   last_token: Int32[Array, 'B']
   remaining: Int32[Array, 'B']
@@ -45,19 +71,48 @@ class Slots:
   round_accepted: Int32[Array, 'B O']
   n_rounds: Int32[Array, 'B']
   samplings: sampling.Samplings
+  growth: Growth | None = dataclasses.field(
+    default=None, metadata={'static': True}
+  )
+
+  def prefix_ends(
+    self, first: Int32[Array, 'B'], rows: int
+  ) -> Int32[Array, 'B T'] | None:
+    """Returns what each row of a pass reads from the prefix; None is E.
+
+    Args:
+      first: position of row 0.
+      rows: T.
+    """
+    if self.growth is None:
+      return None
+    ends = self.growth.prefix_end(first[:, None] + _index(rows))
+    # Drafts may be ahead of what is packed; verifications never are.
+    held = self.grown_tokens[:, None]
+    return jnp.clip(ends, self.prefix_tokens[:, None], held)
+
+  def due(self, rows: int) -> Bool[Array, 'B']:
+    """Returns the slots that need another group before a pass of `rows`."""
+    if self.growth is None:
+      return jnp.zeros(self.length.shape, bool)
+    needed = self.growth.prefix_end(self.length + rows - 1)
+    return (self.remaining > 0) & (needed > self.grown_tokens)
 
   def positions(self, rows: int) -> Int32[Array, 'B T']:
     """Returns where the tokens after the last committed one would stand."""
     return self.length[:, None] + 1 + _index(rows)
 
 
-def empty(slots: int, *, drafts: int, output_tokens: int) -> Slots:
+def empty(
+  slots: int, *, drafts: int, output_tokens: int, growth: Growth | None = None
+) -> Slots:
   """Returns slots that all have ended.
 
   Args:
     slots: B.
     drafts: D, most provisional tokens of a slot.
     output_tokens: O, most committed tokens of a slot, token 1 included.
+    growth: of the prefix.
   """
 
   def column():  # a buffer each: a donated argument may not occur twice
@@ -68,6 +123,7 @@ def empty(slots: int, *, drafts: int, output_tokens: int) -> Slots:
 
   return Slots(
     prefix_tokens=column(),
+    grown_tokens=column(),
     length=column(),
     last_token=column(),
     remaining=column(),
@@ -81,6 +137,7 @@ def empty(slots: int, *, drafts: int, output_tokens: int) -> Slots:
     samplings=jax.tree.map(
       lambda x: jnp.zeros((slots,), x.dtype), sampling.GREEDY.row()
     ),
+    growth=growth,
   )
 
 
@@ -111,6 +168,7 @@ def place(
   return dataclasses.replace(
     fresh,
     prefix_tokens=fresh.prefix_tokens.at[slot].set(prefix_tokens),
+    grown_tokens=fresh.grown_tokens.at[slot].set(prefix_tokens),
     length=fresh.length.at[slot].set(prompt_tokens),
     last_token=fresh.last_token.at[slot].set(token),
     remaining=fresh.remaining.at[slot].set(left),
@@ -128,6 +186,14 @@ def stop(slots: Slots, slot: Int32[Array, '']) -> Slots:
     slots,
     remaining=slots.remaining.at[slot].set(0),
     n_drafts=slots.n_drafts.at[slot].set(0),
+  )
+
+
+def grow(slots: Slots, slot: Int32[Array, '']) -> Slots:
+  """Counts one more group of `slot` as packed."""
+  assert slots.growth is not None
+  return dataclasses.replace(
+    slots, grown_tokens=slots.grown_tokens.at[slot].add(slots.growth.group)
   )
 
 
