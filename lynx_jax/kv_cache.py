@@ -219,11 +219,12 @@ def write_rows(
   )
 
   def write(buffer, values):
+    buffer = _as_stored(buffer)
     for slot in range(buffer.shape[1]):
       buffer = jax.lax.dynamic_update_slice(
         buffer, values[None, slot : slot + 1], (layer, slot, start[slot], 0, 0)
       )
-    return _as_stored(buffer)
+    return buffer
 
   return Tail(write(tail.k, k), write(tail.v, v))
 
