@@ -234,7 +234,8 @@ def _as_stored(buffer):
 
   Otherwise XLA has a loop carry the tail with heads outside of tokens, and
   copies it before the loop and behind it. On several devices the partitioner
-  would gather what is fixed (jax 0.10.2).
+  would gather what is fixed. What a program returns must not be fixed itself:
+  it could then not be donated (both jax 0.10.2).
   """
   if not jax.sharding.get_abstract_mesh().empty:
     return buffer
