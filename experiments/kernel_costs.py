@@ -295,7 +295,7 @@ def add_speedups(records: list[dict]) -> None:
     bf16 = best.get(shape(record)) or best[shape(record | {'query_rows': 4})]
     record['speedup_over_bf16_pallas'] = round(bf16 / cost, 3)
     xla_s = xla_seconds(*shape(record))
-    if xla_s > 0:  # the estimate overflows for some shapes
+    if xla_s > 0:  # for some shapes the estimate is negative
       xla = xla_s * record['clock_ghz'] * 1e9
       record['speedup_over_xla'] = round(xla / cost, 3)
 

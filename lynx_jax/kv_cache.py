@@ -246,11 +246,12 @@ def write_rows(
   )
 
   def write(buffer, values):
+    buffer = _as_stored(buffer)
     for slot in range(buffer.shape[1]):
       buffer = jax.lax.dynamic_update_slice(
         buffer, values[None, slot : slot + 1], (layer, slot, start[slot], 0, 0)
       )
-    return _as_stored(buffer)
+    return buffer
 
   return Tail(write(tail.k, k), write(tail.v, v))
 
@@ -260,7 +261,8 @@ def _as_stored(buffer):
 
   Otherwise XLA has a loop carry the tail with heads outside of tokens, and
   copies it before the loop and behind it. On several devices the partitioner
-  would gather what is fixed (jax 0.10.2).
+  would gather what is fixed. What a program returns must not be fixed itself:
+  it could then not be donated (both jax 0.10.2).
   """
   if not jax.sharding.get_abstract_mesh().empty:
     return buffer
