@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import random
 import statistics
 from collections.abc import Mapping
@@ -19,13 +20,14 @@ from experiments import (
   display,
   lossless,
   planner,
+  profiling,
   prompts,
   results,
   serving,
   summaries,
 )
 from lynx_jax import programs, timeline
-from lynx_jax.config import EngineConfig, check_together
+from lynx_jax.config import EngineConfig, check_together, require
 from lynx_jax.engine import Costs, Engine, Form, Mode, Request, Step
 from lynx_jax.prefill import Prompt
 from lynx_jax.timeline import Phase
@@ -33,6 +35,7 @@ from lynx_jax.transport.streams import WireFormat
 
 _STEPS = 20  # pairs of steps that a ratio of step times is the median of
 _PREFILLS = 3  # one alone was 20 % off the run's median (measured)
+_LONGEST_TRANSFER_S = 3600.0  # nobody wants to wait longer in silence
 _CHUNK_SHARE = 0.01  # of the bound: the longest that a chunk may take
 
 
@@ -42,8 +45,11 @@ def run(
   screen: display.Screen,
   remote: serving.Remote | None = None,
   model: serving.Model | None = None,
+  profile: str | os.PathLike[str] | None = None,
 ) -> None:
   """Runs the study and writes its records; prefill may run elsewhere.
+
+  Into `profile` goes a trace of the first repeat of the first prompt and link.
 
   For every prompt and link, each repeat runs all schemes in random order.
   Baselines run in plain form, which shows their TTFT at its best. In the last
@@ -97,7 +103,9 @@ def run(
     with programs.counting() as counts:
       for case in plan.cases:
         for repeat in range(settings.repeats):
-          study.pair(case, repeat, references[case.prompt])
+          with profiling.trace(profile):
+            study.pair(case, repeat, references[case.prompt])
+          profile = None
       study.count(counts)
     study.accept()
     constants = study.constants()
@@ -168,6 +176,7 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
           f' decode step {step_s:.3f} s, INT8 {size / 1e6:.1f} MB; at '
           f'{rate_gbps * 1e3:.4g} Mbit/s the share is {share:.1%}'
         )
+        check_wait(file, size, rate_gbps, rtt_ms)
         seen_gbps = rate_gbps
         if settings.auto and not settings.link.emulated:
           seen_gbps = _seen_gbps(line.engine, prompt, rtt_ms)
@@ -241,6 +250,19 @@ def _advised(settings, model, texts, plan: _Plan, screen) -> config.Scheme:
     + ', '.join(f'{name} {s / runs:.3g} s' for name, s in first_s.items())
   )
   return next(s for s in settings.schemes if s.name == chosen)
+
+
+def check_wait(
+  prompt: str, size_bytes: int, rate_gbps: float, rtt_ms: float
+) -> None:
+  """Raises `ConfigError` if a transfer takes hours of silence."""
+  transfer_s = size_bytes * 8e-9 / rate_gbps + rtt_ms / 1e3
+  require(
+    transfer_s <= _LONGEST_TRANSFER_S,
+    f'{prompt}: INT8 takes {transfer_s / 3600:.3g} hours at '
+    f'link.rate_gbps={rate_gbps:.4g}, link.rtt_ms={rtt_ms:g}; take a faster '
+    'link or fewer prompt_tokens',
+  )
 
 
 class _Study:

@@ -18,6 +18,7 @@ the end: it goes through the layer groups as they land. Then the slot repeats
 draft → verify → commit on the device.
 """
 
+import contextlib
 import dataclasses
 import enum
 import itertools
@@ -33,6 +34,7 @@ from jax.sharding import PartitionSpec
 from lynx_jax import kv_cache
 from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
+from lynx_jax.agreed_prefill import AgreedPrefill
 from lynx_jax.config import (
   CodecConfig,
   Drafter,
@@ -46,7 +48,7 @@ from lynx_jax.config import (
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill
-from lynx_jax.programs import fetch, program
+from lynx_jax.programs import fetch, program, span, spanned
 from lynx_jax.requests import (
   ENDED,
   Committed,
@@ -72,6 +74,7 @@ from lynx_jax.speculative import decode, draft_length, prompt_lookup
 from lynx_jax.speculative import slots as slots_lib
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport.courier import Arrival, Cut, Transport
+from lynx_jax.transport.exchange import Exchange
 from lynx_jax.transport.progress import Progress
 from lynx_jax.transport.streams import (
   Chunk,
@@ -151,7 +154,8 @@ class Step(enum.Enum):
 class Costs:
   """Seconds of one step alone, its fetch included: the least of four.
 
-  Noise only adds, and a bound must not be built on it.
+  Noise only adds, and a bound must not be built on it. Where nothing drafts,
+  a draft would be a plain step.
   """
 
   draft_s: float
@@ -174,6 +178,9 @@ class Engine:
       function that cuts payloads; like any prefill side, it must deliver to
       the devices of `decode_model`.
     end_tokens: ids after which nothing follows.
+    exchange: between the processes that decode runs in, if there are several.
+      Each has an engine, of which the same things must be asked in the same
+      order, and a `RemotePrefill` that brings the parts of its own devices.
   """
 
   def __init__(
@@ -185,6 +192,7 @@ class Engine:
     *,
     connect: Callable[[Cut], Transport] | None = None,
     end_tokens: Sequence[int] = (),
+    exchange: Exchange | None = None,
   ):
     model = decode_model.config
     check_together(model, codec, config)
@@ -211,6 +219,7 @@ class Engine:
       ),
       mesh_lib.place(mesh, PartitionSpec()),
     )
+    self._exchange = exchange
     self._has_residual = any(
       self.wire.planes(group) > 1
       for group in range(len(self.wire.layer_counts))
@@ -230,6 +239,8 @@ class Engine:
       self._sender = Sender(
         Prefill(prefill, codec, config), self.wire, connect, parts
       )
+    elif exchange is not None:
+      self._sender = AgreedPrefill(prefill, exchange)
     else:
       self._sender = prefill
 
@@ -259,7 +270,7 @@ class Engine:
     self._require_idle('warm_up')
     strings: _Strings = {}
     for part, arrays in self._sender.warm_up():
-      where = wire_lib.places(self._mesh, len(arrays))
+      where = wire_lib.places(mesh_lib.local(self._mesh), len(arrays))
       arrays = jax.device_put(arrays, where)
       self._insert(0, 0, part, arrays, strings)
     self._merge(0, strings, self.config.prompt_tokens)
@@ -270,14 +281,14 @@ class Engine:
     if self.config.drafter is Drafter.PROMPT_LOOKUP:
       self._propose([])
     times = {}
-    for step in (Step.DRAFT, Step.VERIFY, Step.PLAIN):
+    drafts = Step.DRAFT if self._drafts(self.codec.target) else Step.PLAIN
+    for step in dict.fromkeys((drafts, Step.VERIFY, Step.PLAIN)):
       self.time_step(step)  # compiles
       times[step] = min(self.time_step(step) for _ in range(4))
-    self.costs = Costs(
-      draft_s=times[Step.DRAFT],
-      verify_s=times[Step.VERIFY],
-      plain_s=times[Step.PLAIN],
-    )
+    costs = times[drafts], times[Step.VERIFY], times[Step.PLAIN]
+    if self._exchange is not None:  # what is decided by them is decided alike
+      costs, *_ = self._exchange.gather(costs)
+    self.costs = Costs(*costs)
     return self.costs
 
   def time_step(self, step: Step) -> float:
@@ -655,7 +666,7 @@ class Engine:
     if chunk.exact_bytes:
       result.exact_s = at_s
     if chunk.residual_bytes or chunk.exact_bytes:
-      entry.rate = chunk.bytes / max(arrival.arrived_s - arrival.sent_s, 1e-9)
+      entry.rate = chunk.bytes / max(arrival.seconds, 1e-9)
     anchor = not chunk.residual_bytes and not chunk.exact_bytes
     result.timeline.add(
       _PHASES[Stream.ANCHOR if anchor else chunk.stream],
@@ -719,6 +730,7 @@ class Engine:
     ended = result.shown[-1] in self._decoder.end_tokens
     return pending < min(self.config.backlog_tokens, left) and not ended
 
+  @spanned(Phase.DRAFT)
   def _draft(self, entries: list[_Entry]) -> None:
     start_s = time.monotonic()
     self._cache, self._slots = self._decoder.draft(
@@ -768,16 +780,17 @@ class Engine:
       )
     if landed == entry.verifying.groups:
       return False
-    self._cache, entry.verifying = self._decoder.resume(
-      self._params, self._cache, entry.verifying, landed
-    )
-    if landed == len(self.wire.layer_counts):
-      self._slots = self._decoder.close_verify(
-        self._params, self._slots, entry.verifying
+    with span(Phase.VERIFY):
+      self._cache, entry.verifying = self._decoder.resume(
+        self._params, self._cache, entry.verifying, landed
       )
-      entry.verifying = None
-      entry.result.state = State.DECODING
-      self._read([entry], Phase.VERIFY, entry.verifying_s, draft_tokens=0)
+      if landed == len(self.wire.layer_counts):
+        self._slots = self._decoder.close_verify(
+          self._params, self._slots, entry.verifying
+        )
+        entry.verifying = None
+        entry.result.state = State.DECODING
+        self._read([entry], Phase.VERIFY, entry.verifying_s, draft_tokens=0)
     return True
 
   def _verifies_now(self, entry: _Entry, landed: int) -> bool:
@@ -801,6 +814,7 @@ class Engine:
     left_s = left / max(entry.rate, 1e-9)
     return left_s <= self.costs.verify_s + self.costs.draft_s
 
+  @spanned(Phase.VERIFY)
   def _decode(self, entries: list[_Entry], form: Form, target: Target) -> None:
     start_s = time.monotonic()
     backlog = any(len(e.result.shown) > len(e.result.tokens) for e in entries)
@@ -891,16 +905,24 @@ class Engine:
         committed=len(committed) - len(entry.result.tokens),
         **detail,
       )
-      self._events += entry.result.show(committed, drafts, end_s)
+      self._show(entry, committed, drafts, end_s)
       if state.remaining[slot] == 0:
         self._end(entry, State.DONE)
+
+  def _show(
+    self, entry: _Entry, committed: list[int], drafts: list[int], now_s: float
+  ) -> None:
+    """Turns what is committed and drafted now into events."""
+    commits = len(committed) > len(entry.result.tokens)
+    with span(Phase.COMMIT) if commits else contextlib.nullcontext():
+      self._events += entry.result.show(committed, drafts, now_s)
 
   def _show_first(self, entry: _Entry) -> None:
     """Token 1 comes from prefill's exact logits and is final."""
     now_s = time.monotonic()
     entry.result.token_1_s = now_s - entry.result.timeline.arrival_s
     assert entry.token is not None
-    self._events += entry.result.show([entry.token], [], now_s)
+    self._show(entry, [entry.token], [], now_s)
 
   def _end(self, entry: _Entry, state: State) -> None:
     result = entry.result

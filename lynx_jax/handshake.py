@@ -6,6 +6,7 @@ It knows no channel: values in, values out.
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
@@ -22,8 +23,8 @@ from lynx_jax.config import (
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.transport import digest
-from lynx_jax.transport.messages import Scalar
-from lynx_jax.transport.streams import DENSE_BYTES, WireFormat
+from lynx_jax.transport.messages import Mesh, Scalar
+from lynx_jax.transport.streams import DENSE_BYTES, Segment, WireFormat
 
 # Of EngineConfig: what decides which bits are made, and what decode decides.
 _FIXED = ('token_chunk', 'layer_groups')
@@ -88,14 +89,45 @@ def sender_bytes(wire: WireFormat, window_bytes: int) -> int:
   """Returns what a sender holds for a peer at most, its weights aside.
 
   As many prompts as the receiver has slots, each of the longest length, as
-  prefill computes them and as split cuts them; and what is published.
+  prefill computes them and as split cuts them, in whole token chunks; and what
+  is published.
   """
   model, engine = wire.model, wire.engine
   chunks = math.ceil(engine.prompt_tokens / engine.token_chunk)
-  values = 2 * model.layers * model.kv_heads * model.head_dim
-  dense = chunks * engine.token_chunk * values * DENSE_BYTES
-  split = wire.stream_bytes(engine.prompt_tokens).total
-  return engine.slots * (dense + split) + window_bytes
+  tokens = chunks * engine.token_chunk
+  groups = tokens // wire.codec.group
+  prompt = tokens * 2 * model.layers * model.kv_heads * model.head_dim
+  prompt *= DENSE_BYTES
+  for layer_group, layers in enumerate(wire.layer_counts):
+    planes = sum(
+      wire.unit_bytes(Segment.PREFIX, plane, layer_group)
+      for plane in range(wire.planes(layer_group))
+    )
+    first = wire.unit_bytes(Segment.SINKS, 0, layer_group)  # of every chunk
+    prompt += layers * (groups * planes + chunks * first)
+  return engine.slots * prompt + window_bytes
+
+
+def mesh_of(mesh: jax.sharding.Mesh) -> Mesh:
+  """Returns what a side says of its mesh."""
+  processes = {device.process_index for device in mesh.devices.flat}
+  shards, replicas = mesh.devices.shape
+  return shards, replicas, len(processes)
+
+
+def process_of(mesh: jax.sharding.Mesh) -> int:
+  """Returns which of the mesh's processes this one is."""
+  processes = {device.process_index for device in mesh.devices.flat}
+  return sorted(processes).index(jax.process_index())
+
+
+def described(mesh: Mesh) -> str:
+  """Returns a mesh in words."""
+  shards, replicas, processes = mesh
+  return (
+    f'KV heads in {shards} parts, each on {replicas} devices, in {processes} '
+    'processes'
+  )
 
 
 def difference(
@@ -110,6 +142,7 @@ def difference(
   ]
 
 
+@functools.lru_cache(maxsize=256)
 def manifest_hash(wire: WireFormat, prompt_tokens: int) -> str:
   """Returns a hash of everything that a request's manifest says.
 

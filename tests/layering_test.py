@@ -27,7 +27,10 @@ LAYERS = (
   ('models',),
   ('prefill',),
   ('transport',),
-  ('wire', 'sender', 'handshake', 'prefill_server', 'remote_prefill'),
+  ('wire', 'sender', 'handshake'),
+  ('agreed_prefill', 'lockstep'),
+  ('prefill_server', 'remote_prefill'),
+  ('memory',),
   ('speculative',),
   ('engine',),
 )
@@ -348,7 +351,7 @@ def test_a_value_on_the_host_may_be_converted(allowed):
 
 
 def _own_files() -> list[pathlib.Path]:
-  folders = ('lynx_jax', 'experiments', 'configs', 'tests', '.ci')
+  folders = ('lynx_jax', 'experiments', 'configs', 'launch', 'tests', '.ci')
   return [f for name in folders for f in sorted((ROOT / name).rglob('*.py'))]
 
 

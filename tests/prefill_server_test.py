@@ -2,7 +2,11 @@
 """What a prefill server grants, without any prompt."""
 
 import contextlib
+import dataclasses
 import time
+from typing import Any
+
+import pytest
 
 from lynx_jax import handshake
 from lynx_jax.prefill_server import PrefillServer
@@ -14,18 +18,17 @@ WAIT_S = 10.0
 
 
 @contextlib.contextmanager
-def _session(server: PrefillServer, fingerprint: str):
+def _session(server: PrefillServer, fingerprint: str, **differs: Any):
   """Yields the channel of a new peer, and the server's answer."""
   channel = control.ClientChannel(f'127.0.0.1:{server.port}')
-  channel.send(
-    messages.Hello(
-      version=messages.VERSION,
-      facts=handshake.facts(WIRE, fingerprint),
-      choices=handshake.choices(WIRE.engine),
-      window_bytes=transfers.WINDOW_BYTES,
-      pulls=False,
-    )
+  hello = messages.Hello(
+    version=messages.VERSION,
+    facts=handshake.facts(WIRE, fingerprint),
+    choices=handshake.choices(WIRE.engine),
+    window_bytes=transfers.WINDOW_BYTES,
+    pulls=False,
   )
+  channel.send(dataclasses.replace(hello, **differs))
   yield channel, channel.receive(WAIT_S)
   channel.close()
 
@@ -52,20 +55,43 @@ def test_peers_share_the_memory():
       assert isinstance(third, messages.Welcome)
 
 
+@pytest.mark.parametrize(
+  ('differs', 'field', 'receiver'),
+  [
+    (
+      {'mesh': (3, 1, 1)},
+      messages.MESH,
+      'KV heads in 3 parts, each on 1 devices, in 1 processes',
+    ),
+    (
+      {'mesh': (2, 2, 2)},
+      messages.MESH,
+      'KV heads in 2 parts, each on 2 devices, in 2 processes',
+    ),
+    ({'process': 1}, messages.PROCESS, 1),
+  ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_by_name(differs, field, receiver):
+  model = transfers.model()
+  server = PrefillServer(model, transfers.FORMATS, pull_host=None)
+  fingerprint = handshake.fingerprint(model)
+  with (
+    contextlib.closing(server),
+    _session(server, fingerprint, **differs) as (_, answer),
+  ):
+    assert isinstance(answer, messages.Refused)
+    assert (answer.field, answer.receiver) == (field, receiver)
+    error = control.HandshakeError(field, answer.sender, receiver)
+  assert str(answer.sender) in str(error)
+  assert str(receiver) in str(error)
+  assert 'process' in str(error).rpartition(';')[-1]  # the remedy
+
+
 def _until_free(server: PrefillServer) -> None:
   until_s = time.monotonic() + WAIT_S
   while server.peers:
     assert time.monotonic() < until_s
     time.sleep(0.01)
-
-
-def test_the_budget_is_what_prompts_take():
-  """Prefill's keys and values, and planes, of as many prompts as slots."""
-  model, engine = WIRE.model, WIRE.engine
-  tokens = 256  # 200, up to whole token chunks
-  dense = tokens * 2 * model.layers * model.kv_heads * model.head_dim * 2
-  planes = WIRE.stream_bytes(engine.prompt_tokens).total
-  assert handshake.sender_bytes(WIRE, 7) == engine.slots * (dense + planes) + 7
 
 
 def test_a_lack_of_memory_names_both_values_and_a_remedy():
