@@ -192,6 +192,17 @@ class _Bench:
         missing.append(prompt)
     return missing
 
+  def keeps(self, part: str, batch: Sequence[_Prompt], reading: str) -> bool:
+    """Takes the records of a batch if all are there, and says so.
+
+    Those of bf16 are measured again: the others are compared with it.
+    """
+    keys = [(f'{part}/{p.name}/{reading}', p.digest) for p in batch]
+    if reading == REFERENCE or not all(key in self._known for key in keys):
+      return False
+    self.records |= {key: self._known[key] for key in keys}
+    return True
+
   def prefill(self, batch: Sequence[_Prompt]) -> codec_search.Texts:
     """Prefills prompts that shall lie side by side.
 
@@ -338,7 +349,7 @@ def _measure_texts(bench: _Bench, chosen: set[str]) -> None:
       measured = _Batch(bench, batch)
     for reading in bench.readings(measured.texts):
       for part in _OF_TEXTS:
-        if part in parts:
+        if part in parts and not bench.keeps(part, batch, reading.name):
           getattr(measured, part)(reading)
 
 
@@ -366,9 +377,8 @@ class _Batch:
 
   def forced(self, reading: Reading) -> None:
     """Compares distributions on the text's own next tokens."""
-    if reading.same_as:
-      found = self._found[reading.same_as]
-    else:
+    found = self._found.get(reading.same_as or '')
+    if found is None:
       found = self._force(reading)
     self._found[reading.name] = found
     reference = self._found[REFERENCE]
@@ -396,11 +406,10 @@ class _Batch:
   def free(self, reading: Reading) -> None:
     """Decodes until every text has left bf16's, or to the last token."""
     most = self._study.free_tokens
-    if reading.same_as:
-      rows = self._text[reading.same_as]
-    elif reading.name == REFERENCE:
+    rows = self._text.get(reading.same_as or '')
+    if rows is None and reading.name == REFERENCE:
       rows = self._oracle.decode(reading.kv, most)
-    else:
+    elif rows is None:
       rows = self._oracle.decode(reading.kv, most, self._has_left)
     self._text[reading.name] = rows
     for slot, prompt in enumerate(self._batch):
@@ -557,10 +566,10 @@ def _answer(bench: _Bench, part: str, batch, texts, room: int) -> None:
 
   outputs: dict[str, list[list[int]]] = {}
   for reading in bench.readings(texts):
-    outputs[reading.name] = (
-      outputs[reading.same_as]
-      if reading.same_as
-      else said(oracle.decode(reading.kv, most, is_enough))
+    if bench.keeps(part, batch, reading.name):
+      continue
+    outputs[reading.name] = outputs.get(reading.same_as or '') or said(
+      oracle.decode(reading.kv, most, is_enough)
     )
     for slot, prompt in enumerate(batch):
       question = asked[slot]

@@ -18,6 +18,7 @@ from typing import Any
 from experiments import (
   config,
   display,
+  lossless,
   planner,
   profiling,
   prompts,
@@ -26,13 +27,15 @@ from experiments import (
   summaries,
 )
 from lynx_jax import programs, timeline
-from lynx_jax.config import EngineConfig, check_together
+from lynx_jax.config import EngineConfig, check_together, require
 from lynx_jax.engine import Costs, Engine, Form, Mode, Request, Step
+from lynx_jax.prefill import Prompt
 from lynx_jax.timeline import Phase
 from lynx_jax.transport.streams import WireFormat
 
 _STEPS = 20  # pairs of steps that a ratio of step times is the median of
 _PREFILLS = 3  # one alone was 20 % off the run's median (measured)
+_LONGEST_TRANSFER_S = 3600.0  # nobody wants to wait longer in silence
 _CHUNK_SHARE = 0.01  # of the bound: the longest that a chunk may take
 
 
@@ -142,7 +145,7 @@ class _Plan:
 
 def _plan(settings, model, texts, screen, connect) -> _Plan:
   """Measures every prompt's prefill and an INT8 step, and sets the rates."""
-  int8 = config.scheme('int8', settings.schemes[0].codec)
+  int8 = config.scheme('int8', settings.codec)
   base = dataclasses.replace(
     settings.engine, prompt_tokens=max(map(len, texts.values()))
   )
@@ -173,6 +176,7 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
           f' decode step {step_s:.3f} s, INT8 {size / 1e6:.1f} MB; at '
           f'{rate_gbps * 1e3:.4g} Mbit/s the share is {share:.1%}'
         )
+        check_wait(file, size, rate_gbps, rtt_ms)
         seen_gbps = rate_gbps
         if settings.auto and not settings.link.emulated:
           seen_gbps = _seen_gbps(line.engine, prompt, rtt_ms)
@@ -248,6 +252,19 @@ def _advised(settings, model, texts, plan: _Plan, screen) -> config.Scheme:
   return next(s for s in settings.schemes if s.name == chosen)
 
 
+def check_wait(
+  prompt: str, size_bytes: int, rate_gbps: float, rtt_ms: float
+) -> None:
+  """Raises `ConfigError` if a transfer takes hours of silence."""
+  transfer_s = size_bytes * 8e-9 / rate_gbps + rtt_ms / 1e3
+  require(
+    transfer_s <= _LONGEST_TRANSFER_S,
+    f'{prompt}: INT8 takes {transfer_s / 3600:.3g} hours at '
+    f'link.rate_gbps={rate_gbps:.4g}, link.rtt_ms={rtt_ms:g}; take a faster '
+    'link or fewer prompt_tokens',
+  )
+
+
 class _Study:
   """The engines of a run, and what they have yielded."""
 
@@ -263,6 +280,7 @@ class _Study:
     self._environment = results.environment()
     self._calls: collections.Counter[str] = collections.Counter()
     self._compiles = self._fetches = 0
+    self._codebook_bits: list[float] = []
     self.records: list[dict[str, Any]] = []
     self.acceptances: list[dict[str, Any]] = []
 
@@ -290,7 +308,10 @@ class _Study:
         if scheme.codec in by_codec:
           continue
         engine = self._lines[scheme.name].engine
-        known = known or engine.compute(prompt, self._settings.sampling)
+        if known is None:
+          known = engine.compute(prompt, self._settings.sampling)
+          if isinstance(known, Prompt):  # not that of another process
+            self._codebook_bits.append(lossless.bits_of(known))
         by_codec[scheme.codec] = engine.reference(
           prompt,
           self._settings.output_tokens,
@@ -446,6 +467,7 @@ class _Study:
       ).worst.anchor
     costs: Costs | None = int8.costs if int8 else None
     return summaries.Constants(
+      bits_bf16_codebook=tuple(self._codebook_bits),
       anchor_step_over_bf16_step=ratio,
       steps=_STEPS,
       bits_anchor_worst_length=worst,

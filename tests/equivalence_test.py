@@ -6,6 +6,7 @@ every form and whatever else shares the pass. Then engines under random
 arrivals, draft lengths, batches, prompt lengths and ends.
 """
 
+import collections
 import dataclasses
 import functools
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from lynx_jax import config as config_lib
 from lynx_jax import kv_cache, programs
+from lynx_jax.config import Drafter
 from lynx_jax.engine import Costs, Form, Mode, Request, Target
 from lynx_jax.models import cached
 from lynx_jax.speculative import decode
@@ -46,7 +48,7 @@ FORMS = [
     ('bfloat16', Target.EXACT, 'bfloat16'),
   )
 ]
-PLAIN = ('lynx', 'dense')
+PLAIN = ('lynx', 'dense', 'layers')
 ROWS, SLOTS = SETUP.config.verify_rows, SETUP.config.slots
 
 
@@ -74,9 +76,14 @@ class _Pass:
   def logits(self, slots, wanted, cache=None):
     """Returns logits and tail of the pass as one program."""
     cache = self.cache if cache is None else cache
-    tokens, rows = decode.verify_rows(slots, jnp.asarray(wanted), ROWS)
+    tokens, rows = _verify_rows(slots, jnp.asarray(wanted), ROWS)
     prefix = cache.target(self.target)
     return self.whole(self.params, tokens, prefix, cache.tail, rows)
+
+
+# Alone they are dozens of small programs.
+_verify_rows = jax.jit(decode.verify_rows, static_argnums=2)
+_accept = programs.program(decode.accept, name='accept')
 
 
 @functools.cache
@@ -123,7 +130,7 @@ def test_all_forms_of_the_verify_pass_give_the_same_bits(dtype, target):
     run.params, _copy(run.cache), _copy(slots), *arguments
   )
   logits, tail = run.logits(slots, wanted)
-  three = decode.accept(
+  three = _accept(
     slots, logits, jnp.asarray(wanted), jnp.asarray(run.decoder.end_tokens)
   )
   _equal(by_group.tail, looped.tail)
@@ -153,20 +160,20 @@ def test_a_row_does_not_depend_on_its_number(dtype, target):
   """The token in row r, moved to row 0 by r commits, keeps all its bits."""
   run, wanted, slots = _pass(dtype, target), np.ones(SLOTS, bool), _slots()
   logits, tail = run.logits(slots, wanted)
-  tokens = jnp.concatenate([slots.last_token[:, None], slots.drafts], axis=1)
+  cache = dataclasses.replace(run.cache, tail=tail)
+  logits, tail, was = programs.fetch((logits, tail, slots))
+  tokens = np.concatenate([was.last_token[:, None], was.drafts], axis=1)
   for row in range(1, ROWS):
     moved = dataclasses.replace(
       slots,
-      length=slots.length + row,
-      last_token=tokens[:, row],
+      length=jnp.asarray(was.length + row),
+      last_token=jnp.asarray(tokens[:, row]),
       # What stands in the rows behind is something else now.
-      drafts=jnp.roll(slots.drafts, 1 - row, axis=1),
+      drafts=jnp.asarray(np.roll(was.drafts, 1 - row, axis=1)),
     )
-    alone, after = run.logits(
-      moved, wanted, dataclasses.replace(run.cache, tail=tail)
-    )
+    alone, after = programs.fetch(run.logits(moved, wanted, cache))
     _equal(alone[:, 0], logits[:, row])
-    at = slots.length - slots.prefix_tokens + row
+    at = was.length - was.prefix_tokens + row
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(tail), strict=True):
       for slot in range(SLOTS):
         _equal(a[:, slot, at[slot]], b[:, slot, at[slot]])
@@ -177,22 +184,23 @@ def test_a_row_does_not_depend_on_its_number(dtype, target):
 def test_a_slot_does_not_depend_on_the_others(dtype, target, slot):
   run, slots = _pass(dtype, target), _slots()
   wanted = np.arange(SLOTS) == slot
-  logits, tail = run.logits(slots, np.ones(SLOTS, bool))
+  logits, tail = programs.fetch(run.logits(slots, np.ones(SLOTS, bool)))
   others = _slots((40, 70, 3), (1, 5, 2), seed=1)
   mixed = jax.tree.map(
-    lambda a, b: jnp.where(
-      jnp.asarray(wanted).reshape(-1, *[1] * (a.ndim - 1)), a, b
-    ),
+    lambda a, b: np.where(wanted.reshape(-1, *[1] * (a.ndim - 1)), a, b),
     slots,
     others,
   )
-  spoilt = jax.tree.map(
-    lambda x: x.at[:, np.flatnonzero(~wanted)].set(
-      255 if x.dtype == jnp.uint8 else jnp.nan
-    ),
-    run.cache,
+
+  def spoil(x):
+    x = np.array(x)
+    x[:, ~wanted] = 255 if x.dtype == np.uint8 else np.nan
+    return x
+
+  mixed, spoilt = jax.device_put(
+    (mixed, jax.tree.map(spoil, run.cache)), engines.DECODE_DEVICE
   )
-  alone, after = run.logits(mixed, wanted, spoilt)
+  alone, after = programs.fetch(run.logits(mixed, wanted, spoilt))
   _equal(alone[slot], logits[slot])
   for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(tail), strict=True):
     _equal(a[:, slot], b[:, slot])
@@ -232,6 +240,7 @@ def _batches(draw, name):
       'backlog_tokens': draw(st.integers(1, setup.config.backlog_tokens)),
       'layer_ready': draw(st.booleans()),
       'sharpen': draw(st.booleans()),
+      'drafter': draw(st.sampled_from(Drafter)),
       # As if verification took for ever: it begins with the first layer group.
       'costs': draw(st.sampled_from([None, Costs(1.0, 1e9, 1.0)])),
     },
@@ -244,12 +253,11 @@ def _batches(draw, name):
 @pytest.mark.parametrize('name', [*map(engines.in_one_worker, engines.SETUPS)])
 def test_committed_tokens_are_the_reference(name):
   bench = engines.bench(name)
-  drafted = accepted = 0
+  drafted, accepted = collections.Counter(), collections.Counter()
 
   @hypothesis.settings(deadline=None, max_examples=12)
   @hypothesis.given(_batches(name))
   def check(batch):
-    nonlocal drafted, accepted
     requests, policy, script, end_at, seed = batch
     full = [
       bench.reference(
@@ -273,16 +281,19 @@ def test_committed_tokens_are_the_reference(name):
       assert not set(ends) & set(tokens[:-1])
       if len(tokens) < request.output_tokens:
         assert tokens[-1] in ends
-      drafted, accepted = drafted + result.drafted, accepted + result.accepted
+      drafted[policy['drafter']] += result.drafted
+      accepted[policy['drafter']] += result.accepted
 
   check()
-  if name in ('int8', 'int4', 'dense', 'short'):
-    assert drafted == 0
+  if name in ('int8', 'layers', 'int4', 'dense', 'short'):
+    assert drafted[Drafter.ANCHOR] == 0
   else:
-    assert accepted > 0
+    assert accepted[Drafter.ANCHOR] > 0
+  if name in ('int8', 'dense'):
+    assert 0 < accepted[Drafter.PROMPT_LOOKUP] < drafted[Drafter.PROMPT_LOOKUP]
   if name in ('lynx', 'coarse', 'interleaved', 'mixed', 'exact'):
     # Else the drafts were never wrong, and the test could not fail.
-    assert accepted < drafted
+    assert accepted[Drafter.ANCHOR] < drafted[Drafter.ANCHOR]
 
 
 @pytest.mark.xdist_group('exact')
@@ -299,9 +310,11 @@ def test_the_exact_reference_is_that_of_bfloat16():
 
 
 @pytest.mark.parametrize('seed', range(4))
-@pytest.mark.xdist_group('lynx')
-def test_a_verification_that_begins_early_commits_the_reference(seed):
-  bench = engines.bench('lynx')
+@pytest.mark.parametrize(
+  'name', [engines.in_one_worker('lynx'), engines.in_one_worker('layers')]
+)
+def test_a_verification_that_begins_early_commits_the_reference(name, seed):
+  bench = engines.bench(name)
   lengths = [200, 150, 97, 200]
   expected = [bench.reference(engines.prompt(n)) for n in lengths]
   bench.configure(
@@ -325,12 +338,11 @@ def test_a_verification_that_begins_early_commits_the_reference(seed):
 
 
 def _began_early(result) -> bool:
-  """Whether a verification began before the Residual was whole."""
+  """Whether a verification began before the last byte was there."""
   starts = [
     event.start_s
     for event in result.timeline.events()
     if event.name == Phase.VERIFY
   ]
-  return bool(
-    starts and result.residual_s is not None and starts[0] < result.residual_s
-  )
+  last_s = result.residual_s or result.anchor_s
+  return bool(starts and last_s is not None and starts[0] < last_s)

@@ -290,6 +290,19 @@ def test_a_run_goes_on_where_it_stopped(ran, monkeypatch):
   assert summaries['kl_int4'] == last['kl_int4']
 
 
+def test_a_reading_that_is_missing_is_measured_alone(ran, tmp_path):
+  """Beside bf16, with which it is compared."""
+  _, records, last, _ = ran
+  with results.Writer(tmp_path) as writer:
+    for record in records:
+      if record.get('request') != 'forced/book/int4':
+        writer.write(record)
+  again, summaries, _ = _run(tmp_path, parts='forced')
+  fresh = [r for r in again[len(records) - 1 :] if r['kind'] == 'request']
+  assert [r['scheme'] for r in fresh] == ['bf16', 'int4']
+  assert summaries == last
+
+
 def test_the_report_shows_every_figure(ran):
   folder, *_ = ran
   page = report.write(folder).read_text('utf-8')
