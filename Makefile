@@ -5,7 +5,13 @@
 #   make latency   the latency study: five prompts, both modes (25 minutes)
 #   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
+#   make ablation  24 cells on a real model, one change each (25 minutes)
+#   make fidelity  how far each scheme's output is from bf16's (15 minutes)
+#   make peers     published codes beside ours, by their formulas (10 minutes)
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
+#   make notebook  executes experiments/lynx_colab.ipynb (2 minutes)
+#   make figures   redraws the figures of README and docs, compares numbers
+#   make docs      writes what is generated in README and docs
 #   make test      lint, types and the whole test suite
 #   make lint      ruff and mypy alone
 #   make format    let ruff rewrite the files
@@ -40,10 +46,17 @@ DEMO_DIR ?= runs/demo
 LATENCY_DIR ?= runs/latency
 PLAN_DIR ?= runs/plan
 EQUIVALENCE_DIR ?= runs/equivalence
+ABLATION ?= configs/ablation.py
+ABLATION_DIR ?= runs/ablation
+ABLATION_ARGS ?=
+PEERS_DIR ?= runs/peers
+FIDELITY_DIR ?= runs/fidelity
 TRANSPORT_DIR ?= runs/transport
+NOTEBOOK_DIR ?= runs/notebook
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency plan equivalence-study transport-study test lint format lock clean setup setup-test
+.PHONY: help demo latency plan ablation fidelity peers equivalence-study transport-study
+.PHONY: test lint format lock clean setup setup-test notebook figures docs
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -61,8 +74,31 @@ equivalence-study: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/equivalence.py \
 	  --workdir='$(EQUIVALENCE_DIR)'
 
+# ABLATION=configs/ablation_tiny.py takes another config; ABLATION_ARGS are more
+# flags, such as --config.ablation.shard=1/4.
+ablation: $(STAMPS)/run
+	$(RUN) -m experiments.main --config='$(ABLATION)' \
+	  --workdir='$(ABLATION_DIR)' $(ABLATION_ARGS)
+
+fidelity: $(STAMPS)/run
+	$(RUN) -m experiments.main --config=configs/fidelity.py \
+	  --workdir='$(FIDELITY_DIR)'
+
+peers: $(STAMPS)/run
+	$(RUN) -m experiments.main --config=configs/peers.py \
+	  --workdir='$(PEERS_DIR)'
+
 transport-study: $(STAMPS)/run
 	$(RUN) -m experiments.transport_study --workdir='$(TRANSPORT_DIR)'
+
+notebook: $(STAMPS)/test
+	$(RUN) -m experiments.notebook --workdir='$(NOTEBOOK_DIR)'
+
+figures: $(STAMPS)/run
+	$(RUN) -m experiments.pages
+
+docs: $(STAMPS)/run
+	$(RUN) -m experiments.pages --write
 
 test: lint
 	$(RUN) -m pytest $(TEST_ARGS)

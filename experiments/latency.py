@@ -17,6 +17,7 @@ from typing import Any
 from experiments import (
   config,
   display,
+  lossless,
   planner,
   prompts,
   results,
@@ -26,6 +27,7 @@ from experiments import (
 from lynx_jax import programs, timeline
 from lynx_jax.config import EngineConfig, check_together
 from lynx_jax.engine import Costs, Engine, Form, Mode, Request, Step
+from lynx_jax.prefill import Prompt
 from lynx_jax.timeline import Phase
 from lynx_jax.transport.streams import WireFormat
 
@@ -39,6 +41,7 @@ def run(
   writer: results.Writer,
   screen: display.Screen,
   remote: serving.Remote | None = None,
+  model: serving.Model | None = None,
 ) -> None:
   """Runs the study and writes its records; prefill may run elsewhere.
 
@@ -48,17 +51,25 @@ def run(
   Lynx competes with; the last of all repeats runs the other baselines in the
   verify program instead, for their output.
 
+  Args:
+    settings: of the run.
+    writer: takes the records.
+    screen: shows what happens.
+    remote: where prefill runs; None is this process.
+    model: that of the settings, where it is loaded already.
+
   Raises:
     ConfigError: prompts, model, schemes or engine do not fit together.
   """
-  with screen.step(f'loading {settings.model_path}'):
-    sides = settings.prefill_mesh, settings.decode_mesh
-    model = serving.load(
-      settings.model_path,
-      settings.model_dtype,
-      sides if remote is None else sides[1:],
-      settings.model_tokenizer,
-    )
+  if model is None:
+    with screen.step(f'loading {settings.model_path}'):
+      sides = settings.prefill_mesh, settings.decode_mesh
+      model = serving.load(
+        settings.model_path,
+        settings.model_dtype,
+        sides if remote is None else sides[1:],
+        settings.model_tokenizer,
+      )
   texts = {
     file: prompts.cut(
       model.tokenizer.encode(prompts.read(file)),
@@ -126,7 +137,7 @@ class _Plan:
 
 def _plan(settings, model, texts, screen, connect) -> _Plan:
   """Measures every prompt's prefill and an INT8 step, and sets the rates."""
-  int8 = config.scheme('int8', settings.schemes[0].codec)
+  int8 = config.scheme('int8', settings.codec)
   base = dataclasses.replace(
     settings.engine, prompt_tokens=max(map(len, texts.values()))
   )
@@ -247,6 +258,7 @@ class _Study:
     self._environment = results.environment()
     self._calls: collections.Counter[str] = collections.Counter()
     self._compiles = self._fetches = 0
+    self._codebook_bits: list[float] = []
     self.records: list[dict[str, Any]] = []
     self.acceptances: list[dict[str, Any]] = []
 
@@ -274,7 +286,10 @@ class _Study:
         if scheme.codec in by_codec:
           continue
         engine = self._lines[scheme.name].engine
-        known = known or engine.compute(prompt, self._settings.sampling)
+        if known is None:
+          known = engine.compute(prompt, self._settings.sampling)
+          if isinstance(known, Prompt):  # not that of another process
+            self._codebook_bits.append(lossless.bits_of(known))
         by_codec[scheme.codec] = engine.reference(
           prompt,
           self._settings.output_tokens,
@@ -430,6 +445,7 @@ class _Study:
       ).worst.anchor
     costs: Costs | None = int8.costs if int8 else None
     return summaries.Constants(
+      bits_bf16_codebook=tuple(self._codebook_bits),
       anchor_step_over_bf16_step=ratio,
       steps=_STEPS,
       bits_anchor_worst_length=worst,

@@ -41,9 +41,11 @@ _COLLECTIVE_S = 10e-6  # two a layer, on a slice of several chips
 _FREE_MEMORY = 0.1  # stays free
 _ACCEPTANCE = 0.95  # of a 4-bit Anchor, per draft (docs/decoding.md)
 _OUTPUT_TOKENS = 64
-_TOKEN_CHUNKS = 16  # a prompt; at least 1,024 tokens each
-_LEAST_CHUNK_BYTES = 4 << 20
-_CHUNKS = 20_000  # of all requests: keeps a simulation near a second
+# Of a prompt, and of at least 1,024 tokens each. Fewer in large loads, as are
+# chunks, which keeps a simulation near a second: their grain is soon too fine
+# to matter.
+_TOKEN_CHUNKS, _ALL_TOKEN_CHUNKS = 16, 4096
+_LEAST_CHUNK_BYTES, _ALL_CHUNKS = 4 << 20, 8192
 _GIB = 1 << 30
 
 MODELS = {
@@ -258,16 +260,17 @@ def predict(
     seed=settings.seed,
   )
   longest = max(ask.prompt_tokens for ask in asks)
+  parts = max(4, min(_TOKEN_CHUNKS, _ALL_TOKEN_CHUNKS // in_flight))
   for scheme in settings.schemes:
     engine = dataclasses.replace(
       settings.engine,
       prompt_tokens=longest,
       output_tokens=_OUTPUT_TOKENS,
-      token_chunk=max(1024, _up(longest / _TOKEN_CHUNKS, 128)),
+      token_chunk=max(1024, _up(longest / parts, 128)),
     )
     wire = WireFormat(model, scheme.codec, scheme.engine(engine))
     size = wire.stream_bytes(longest)
-    wanted = size.total * in_flight // _CHUNKS
+    wanted = size.total * in_flight // _ALL_CHUNKS
     wire = dataclasses.replace(
       wire,
       engine=dataclasses.replace(

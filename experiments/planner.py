@@ -8,6 +8,7 @@ array, no file and no clock.
 
 import collections
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from experiments import config
 from lynx_jax import timeline
-from lynx_jax.config import require
+from lynx_jax.config import Order, require
 from lynx_jax.engine import Mode
 from lynx_jax.speculative import draft_length
 from lynx_jax.transport.scheduler import Scheduler
@@ -144,8 +145,15 @@ def simulate(
 
   Returns:
     The same prediction for the same arguments.
+
+  Raises:
+    ConfigError: for what it cannot predict.
   """
   require(bool(asks), 'a plan needs at least one request')
+  require(
+    wire.engine.order is not Order.LAYERS,
+    'engine.order=layers is not predicted; leave out the schemes *_layers',
+  )
   run = _Run(asks, wire, costs, mode, rate_gbps, rtt_ms, seed)
   return run.end()
 
@@ -185,6 +193,7 @@ class _Run:
 
   def __init__(self, asks, wire, costs, mode, rate_gbps, rtt_ms, seed):
     self._wire: WireFormat = wire
+    self._manifest = functools.cache(functools.partial(wire.manifest, 0))
     self._costs: Costs = costs
     self._overlapped = mode is Mode.OVERLAPPED
     self._bytes_s = rate_gbps * 1e9 / 8
@@ -196,6 +205,7 @@ class _Run:
     self._free = wire.engine.slots
     self._waiting: collections.deque[_Slot] = collections.deque()
     self._here: dict[int, _Slot] = {}  # admitted
+    self._prefilled: dict[int, _Slot] = {}  # of those
     self._prefills: collections.deque[_Slot] = collections.deque()
     self._busy = dict.fromkeys(('prefill', 'link', 'decode'), False)
     self._used = dict.fromkeys(self._busy, 0.0)
@@ -281,7 +291,10 @@ class _Run:
 
   def _offer(self, now_s: float, slot: _Slot, token_chunk: int) -> None:
     ask = slot.outcome.ask
-    chunks = self._wire.manifest(slot.key, ask.prompt_tokens, token_chunk)
+    chunks = [
+      dataclasses.replace(chunk, key=chunk.key._replace(request=slot.key))
+      for chunk in self._manifest(ask.prompt_tokens, token_chunk)
+    ]
     for chunk in chunks:
       slot.missing[chunk.stream] += 1
       slot.speculates |= chunk.residual_bytes > 0
@@ -292,6 +305,7 @@ class _Run:
 
   def _prefill_done(self, now_s: float, slot: _Slot) -> None:
     slot.token_1 = True
+    self._prefilled[slot.key] = slot
     if slot.wanted == 1:
       self._finish(now_s, slot)
     self._decode(now_s)
@@ -321,7 +335,8 @@ class _Run:
       slot.outcome.anchor_s = since_s
     if chunk.residual_bytes:
       slot.outcome.residual_s = since_s
-    self._decode(now_s)
+    if not slot.missing[chunk.stream]:  # else there is nothing new to do
+      self._decode(now_s)
 
   # Decode.
 
@@ -332,11 +347,11 @@ class _Run:
     most = self._wire.engine.backlog_tokens
     drafting = [
       slot
-      for slot in self._here.values()
+      for slot in self._prefilled.values()
       if slot.drafts
       and slot.shown - slot.committed < min(most, slot.wanted - slot.committed)
     ]
-    decoding = [slot for slot in self._here.values() if slot.decodes]
+    decoding = [slot for slot in self._prefilled.values() if slot.decodes]
     new = any(slot.shown == 1 for slot in drafting)
     if drafting and (new or not decoding or not self._drafted_last):
       self._drafted_last = True
@@ -420,8 +435,10 @@ class _Run:
 
   def _finish(self, now_s: float, slot: _Slot) -> None:
     slot.outcome.done_s = now_s - slot.outcome.ask.arrival_s
-    self._scheduler.cancel(slot.key)
+    if self._scheduler.queued_bytes(slot.key):
+      self._scheduler.cancel(slot.key)
     del self._here[slot.key]
+    del self._prefilled[slot.key]
     self._free += 1
     self._admit(now_s)
 

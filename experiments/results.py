@@ -18,6 +18,8 @@ from lynx_jax.timeline import Event
 
 FILE = 'results.jsonl'
 CODEC, EQUIVALENCE = 'codec', 'equivalence'  # names of `event`s
+FIDELITY = 'fidelity'
+CELL, ROWS = 'cell', 'rows'  # of an ablation
 
 # Of a `request` record. Times are seconds since the request's arrival on one
 # monotonic clock; what is not known is null, never 0.
@@ -61,7 +63,8 @@ REQUEST_FIELDS = (
 )
 # Besides the contract: what a reader needs to pair records, (drafted, accepted)
 # of every verification, the fields of the request's sampling, the exact plane,
-# null or 0 where there is none, and of projected requests the label and load.
+# null or 0 where there is none, of projected requests the label and load, and
+# what the fidelity study has found.
 EXTRA_FIELDS = (
   'request',
   'repeat',
@@ -73,6 +76,7 @@ EXTRA_FIELDS = (
   'exact_arrival_s',
   'label',
   'plan',
+  'fidelity',
 )
 
 # How a figure came to be: it ran here, the compiler counted it, or a model or
@@ -178,6 +182,57 @@ def equivalence_record(prompt: str, **detail: Any) -> dict[str, Any]:
     **detail: version of the settings, prompt_tokens, and figures by name.
   """
   return _moment(EQUIVALENCE, prompt, detail)
+
+
+def cell_record(key: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a cell of an ablation that was run.
+
+  Args:
+    key: identifies its settings.
+    **detail: rows of figures, or the error; seconds, and engines made.
+  """
+  return _moment(CELL, key, detail)
+
+
+def rows_record(**detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of what all cells of an ablation have given.
+
+  Args:
+    **detail: rows, unfinished cells, and figures of heatmaps.
+  """
+  return _moment(ROWS, None, detail)
+
+
+def split_record(request: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a picture of one head's K or V.
+
+  Args:
+    request: whose prompt it is of.
+    **detail: tensor (k or v), layer, head, tokens (first, stop), group,
+      planes, rotation; and `dense`, `anchor` and `complete`, each a list of
+      channels a token.
+  """
+  return _moment('split_example', request, detail)
+
+
+def pieces_record(request: str, pieces: Sequence[str]) -> dict[str, Any]:
+  """Builds the `event` record of the texts of a request's tokens.
+
+  Args:
+    request: its name.
+    pieces: the text of every generated token alone.
+  """
+  return _moment('pieces', request, {'pieces': list(pieces)})
+
+
+def fidelity_record(version: str, limits: str) -> dict[str, Any]:
+  """Builds the `event` record that begins a run of the fidelity study.
+
+  Args:
+    version: of the settings, as in the requests that belong to it.
+    limits: what the figures can and cannot show.
+  """
+  return _moment(FIDELITY, None, {'version': version, 'limits': limits})
 
 
 def _moment(name: str, request: Any, detail: dict[str, Any]) -> dict[str, Any]:

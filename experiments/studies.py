@@ -2,19 +2,22 @@
 """The studies that a config can name.
 
 Each is a module with `run(settings, writer, screen)`, which writes records, and
-perhaps `draw(records)`, which returns the `drawing.Drawing`s of its report. One
-that goes on where it stopped says `RESUMES = True`: it is given the records of
-all its runs to draw, else those of the last.
-They run in one process. Any other name is a latency study.
+perhaps `draw(records)`, which returns the `drawing.Drawing`s of its report, and
+`tables(records)` and `notes(records)`, which return (caption, header, rows) and
+paragraphs for it. One that goes on where it stopped says `RESUMES = True`: it
+is given the records of all its runs to draw, else those of the last. They run
+in one process. Any other name is a latency study.
 """
 
 import importlib
 import types
 
 MODULES = {
+  'ablation': 'experiments.ablation',
   'codec_search': 'experiments.codec_search',
   'equivalence': 'experiments.equivalence',
   'plan': 'experiments.plan',
+  'fidelity': 'experiments.fidelity_study',
 }
 
 

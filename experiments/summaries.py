@@ -6,6 +6,7 @@ so that they can be formed again from any `results.jsonl`.
 """
 
 import dataclasses
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ class Constants:
     fetches_per_draft_round: host reads in one draft round.
     draft_rounds: how many rounds that is the mean of.
     verify_s: one verification pass of INT8.
+    bits_bf16_codebook: bits a value of lossless bfloat16, a prompt each; see
+      `lossless`.
   """
 
   anchor_step_over_bf16_step: float | None = None
@@ -39,6 +42,7 @@ class Constants:
   fetches_per_draft_round: float | None = None
   draft_rounds: int = 0
   verify_s: float | None = None
+  bits_bf16_codebook: tuple[float, ...] = ()
 
 
 def summaries(
@@ -113,6 +117,7 @@ def summaries(
       'bit',
       int(constants.bits_anchor_worst_length is not None),
     ),
+    _median('bits_bf16_codebook', constants.bits_bf16_codebook, 'bit'),
     _all('equal_to_reference', [r['equal_to_reference'] for r in verified]),
     *(
       _all(
@@ -246,6 +251,32 @@ def interval(
   drawn = sorted(of(rng.choices(values, k=len(values))) for _ in range(draws))
   cut = int((1 - share) / 2 * draws)
   return drawn[cut], drawn[-1 - cut]
+
+
+def over_prompts(
+  figure: str, values: Sequence[float]
+) -> tuple[float, float | None, float | None]:
+  """Returns a figure of the fidelity study over prompts, and a 90 % interval.
+
+  It is the mean; of `exact_match_tokens`, which ends where a text does, it is
+  the median. The interval is Wilson's where every answer is right or wrong: if
+  they are all the same, a bootstrap knows no error. Else it is `interval`.
+  """
+  if figure == 'exact_match_tokens':
+    return statistics.median(values), *interval(values)
+  middle = statistics.fmean(values)
+  if figure in ('match', 'same_answer') and set(values) <= {0.0, 1.0}:
+    return middle, *wilson(int(sum(values)), len(values))
+  return middle, *interval(values, of=statistics.fmean)
+
+
+def wilson(hits: int, n: int) -> tuple[float, float]:
+  """Returns Wilson's 90 % interval of a proportion (JASA 22, 1927, 209)."""
+  z = statistics.NormalDist().inv_cdf((1 + 0.9) / 2)
+  rate, grown = hits / n, 1 + z * z / n
+  middle = (rate + z * z / (2 * n)) / grown
+  half = z / grown * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+  return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def ttft_over_bound(

@@ -18,8 +18,15 @@ import types
 import pytest
 from matplotlib.figure import Figure
 
-from experiments import drawing, figures, report, results, selection, studies
-from experiments.figures.acceptance import wilson
+from experiments import (
+  drawing,
+  figures,
+  report,
+  results,
+  selection,
+  studies,
+  summaries,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 PNG = b'\x89PNG\r\n\x1a\n'
@@ -350,7 +357,7 @@ def test_acceptance_runs_count_full_rounds_only(tmp_path, quick):
 def test_wilson_interval():
   """By the quadratic that defines it: |p - rate|² n = z² p (1 - p)."""
   for hits, n in ((0, 7), (3, 9), (85, 100), (4, 4)):
-    for p in wilson(hits, n):
+    for p in summaries.wilson(hits, n):
       z = statistics.NormalDist().inv_cdf(0.95)
       assert (p - hits / n) ** 2 * n == pytest.approx(z * z * p * (1 - p))
 

@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +11,12 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import drawing, selection
+from experiments import drawing, selection, summaries
 from experiments.drawing import Drawing, Style, Table
 from experiments.selection import Trace
 
 Record = Mapping[str, Any]
 
-_CONFIDENCE = 0.9
 _MOST_PROMPTS = 8  # more are neither drawn one by one nor named
 
 
@@ -98,7 +96,7 @@ def draw(
       hits, n = line.at(position)
       if not n:
         continue
-      low, high = wilson(hits, n)
+      low, high = summaries.wilson(hits, n)
       lowest = min(lowest, low)
       x = position + shift
       axes.plot([x, x], [low, high], color=style.color, lw=1.4, zorder=3)
@@ -218,12 +216,3 @@ def _draw_prompts(axes: Axes, line: _Rounds, longest: int) -> float:
     annotation_clip=False,
   )
   return lowest
-
-
-def wilson(hits: int, n: int) -> tuple[float, float]:
-  """Returns Wilson's 90 % interval of a proportion (JASA 22, 1927, 209)."""
-  z = statistics.NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
-  rate, grown = hits / n, 1 + z * z / n
-  middle = (rate + z * z / (2 * n)) / grown
-  half = z / grown * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-  return max(0.0, middle - half), min(1.0, middle + half)
