@@ -13,8 +13,9 @@ Other candidates are changes of fields of the codec:
 
     --config.search.codecs='v_axis=token; recent_tokens=128 sinks=8'
 
-Cost: about 3 minutes a prompt and 6 GB of memory on 2 cores. Weights are
-float32: the rounding of bfloat16 activations would count as divergence.
+Cost: about 3 minutes a prompt and 6 GB of memory on 2 cores (projected from
+parts: none of these prompts was run yet). Weights are float32: the rounding of
+bfloat16 activations would count as divergence.
 """
 
 import itertools

@@ -122,11 +122,6 @@ def styles_for(names: Sequence[str]) -> dict[str, Style]:
   return {name: _STYLES.get(name) or next(more) for name in names}
 
 
-def palette() -> tuple[Style, ...]:
-  """Returns styles for lines that stand for no scheme."""
-  return tuple(_STYLES.values())
-
-
 def save(drawing: Drawing, path: Any, kind: str) -> None:
   """Saves a figure as `png` or `svg`; the same figure gives the same bytes."""
   metadata = {'Software': None} if kind == 'png' else {'Date': None}

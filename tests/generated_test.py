@@ -25,7 +25,11 @@ from tests import engines
 
 OUTPUT_TOKENS = 80
 SETUP = engines.setup(
-  (4, 4), prompt_tokens=100, output_tokens=OUTPUT_TOKENS, generated=True
+  (2, 2, 4),
+  prompt_tokens=100,
+  output_tokens=OUTPUT_TOKENS,
+  layer_groups=1,
+  generated=True,
 )
 CODEC, CONFIG = SETUP.codec, SETUP.config
 GROUP, ROWS = CODEC.group, CONFIG.verify_rows
@@ -35,7 +39,7 @@ pytestmark = pytest.mark.xdist_group('generated')
 
 @functools.cache
 def _bench() -> engines.Bench:
-  return engines.Bench(SETUP, engines.model())
+  return engines.Bench(SETUP, engines.model(layers=1))
 
 
 def test_the_tail_is_shorter_than_what_is_generated():

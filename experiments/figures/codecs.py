@@ -172,7 +172,7 @@ def _layers(layers: Sequence[Sequence[Mapping[str, float]]]) -> Drawing:
     k, v = (statistics.fmean(one[name] for one in of_prompts) for name in 'kv')
     rows.append((layer, k, v))
   for index, (name, style) in enumerate(
-    zip(('K', 'V'), drawing.palette()[1:], strict=False), 1
+    drawing.styles_for(('K', 'V')).items(), 1
   ):
     axes.plot(
       [row[0] for row in rows],

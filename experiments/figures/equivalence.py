@@ -45,7 +45,5 @@ def draw(records: Sequence[Record]) -> Iterator[Drawing]:
 
 
 def _draw(runs: Sequence[Record]) -> Drawing | None:
-  labels = dict.fromkeys(run['label'] for run in runs)
-  return acceptance.draw(
-    (), runs, dict(zip(labels, drawing.palette(), strict=False))
-  )
+  labels = [*dict.fromkeys(run['label'] for run in runs)]
+  return acceptance.draw((), runs, drawing.styles_for(labels))
