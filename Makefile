@@ -3,10 +3,14 @@
 #
 #   make demo      the main job on a real model, with a table at the end
 #   make latency   the latency study: five prompts, both modes (25 minutes)
+#   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
 #   make fidelity  how far each scheme's output is from bf16's (15 minutes)
 #   make peers     published codes beside ours, by their formulas (10 minutes)
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
+#   make notebook  executes experiments/lynx_colab.ipynb (2 minutes)
+#   make figures   redraws the figures of README and docs, compares numbers
+#   make docs      writes what is generated in README and docs
 #   make test      lint, types and the whole test suite
 #   make lint      ruff and mypy alone
 #   make format    let ruff rewrite the files
@@ -39,13 +43,16 @@ STAMPS := .venv/stamps
 
 DEMO_DIR ?= runs/demo
 LATENCY_DIR ?= runs/latency
+PLAN_DIR ?= runs/plan
 EQUIVALENCE_DIR ?= runs/equivalence
 PEERS_DIR ?= runs/peers
 FIDELITY_DIR ?= runs/fidelity
 TRANSPORT_DIR ?= runs/transport
+NOTEBOOK_DIR ?= runs/notebook
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency equivalence-study fidelity peers transport-study test lint format lock clean setup setup-test
+.PHONY: help demo latency plan fidelity peers equivalence-study transport-study
+.PHONY: test lint format lock clean setup setup-test notebook figures docs
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -55,6 +62,9 @@ demo: $(STAMPS)/run
 latency: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/latency.py \
 	  --workdir='$(LATENCY_DIR)'
+
+plan: $(STAMPS)/run
+	$(RUN) -m experiments.main --config=configs/plan.py --workdir='$(PLAN_DIR)'
 
 equivalence-study: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/equivalence.py \
@@ -70,6 +80,15 @@ peers: $(STAMPS)/run
 
 transport-study: $(STAMPS)/run
 	$(RUN) -m experiments.transport_study --workdir='$(TRANSPORT_DIR)'
+
+notebook: $(STAMPS)/test
+	$(RUN) -m experiments.notebook --workdir='$(NOTEBOOK_DIR)'
+
+figures: $(STAMPS)/run
+	$(RUN) -m experiments.pages
+
+docs: $(STAMPS)/run
+	$(RUN) -m experiments.pages --write
 
 test: lint
 	$(RUN) -m pytest $(TEST_ARGS)

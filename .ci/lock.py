@@ -17,8 +17,8 @@ RUN_HEADER = f"""{SPDX}\
 # Complete, so it is installed with --no-deps. Made by `make lock`.
 """
 TEST_HEADER = f"""{SPDX}\
-# What `make test` installs besides: the extras test and tpu (libtpu compiles
-# the kernels for TPUs on a machine that has none). Made by `make lock`.
+# What `make test` installs besides: the extras test, notebook and tpu (libtpu
+# compiles the kernels for TPUs on a machine without one). Made by `make lock`.
 -r requirements.lock
 """
 PLATFORM = (
@@ -53,9 +53,10 @@ def resolve(extras: list[str], constraints: str = '') -> dict[str, str]:
 
 
 def main() -> None:
-  run = resolve(['weights', 'experiments', 'serve'])
+  needed = ['weights', 'experiments', 'serve']
+  run = resolve(needed)
   pins = ''.join(block.split(' \\')[0] + '\n' for block in run.values())
-  everything = resolve(['weights', 'experiments', 'serve', 'test', 'tpu'], pins)
+  everything = resolve([*needed, 'test', 'notebook', 'tpu'], pins)
   extra = [block for name, block in everything.items() if name not in run]
   (ROOT / 'requirements.lock').write_text(RUN_HEADER + ''.join(run.values()))
   (ROOT / 'requirements-test.lock').write_text(TEST_HEADER + ''.join(extra))

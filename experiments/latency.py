@@ -14,11 +14,20 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from experiments import config, display, prompts, results, serving, summaries
+from experiments import (
+  config,
+  display,
+  planner,
+  prompts,
+  results,
+  serving,
+  summaries,
+)
 from lynx_jax import programs, timeline
 from lynx_jax.config import EngineConfig, check_together
 from lynx_jax.engine import Costs, Engine, Form, Mode, Request, Step
 from lynx_jax.timeline import Phase
+from lynx_jax.transport.streams import WireFormat
 
 _STEPS = 20  # pairs of steps that a ratio of step times is the median of
 _PREFILLS = 3  # one alone was 20 % off the run's median (measured)
@@ -30,6 +39,7 @@ def run(
   writer: results.Writer,
   screen: display.Screen,
   remote: serving.Remote | None = None,
+  model: serving.Model | None = None,
 ) -> None:
   """Runs the study and writes its records; prefill may run elsewhere.
 
@@ -39,17 +49,25 @@ def run(
   Lynx competes with; the last of all repeats runs the other baselines in the
   verify program instead, for their output.
 
+  Args:
+    settings: of the run.
+    writer: takes the records.
+    screen: shows what happens.
+    remote: where prefill runs; None is this process.
+    model: that of the settings, where it is loaded already.
+
   Raises:
     ConfigError: prompts, model, schemes or engine do not fit together.
   """
-  with screen.step(f'loading {settings.model_path}'):
-    sides = settings.prefill_mesh, settings.decode_mesh
-    model = serving.load(
-      settings.model_path,
-      settings.model_dtype,
-      sides if remote is None else sides[1:],
-      settings.model_tokenizer,
-    )
+  if model is None:
+    with screen.step(f'loading {settings.model_path}'):
+      sides = settings.prefill_mesh, settings.decode_mesh
+      model = serving.load(
+        settings.model_path,
+        settings.model_dtype,
+        sides if remote is None else sides[1:],
+        settings.model_tokenizer,
+      )
   texts = {
     file: prompts.cut(
       model.tokenizer.encode(prompts.read(file)),
@@ -66,6 +84,9 @@ def run(
     jitter_ms=settings.link.jitter_ms,
   )
   plan = _plan(settings, model, texts, screen, connect)
+  if settings.auto:
+    chosen = _advised(settings, model, texts, plan, screen)
+    settings = dataclasses.replace(settings, schemes=(chosen,))
   study = _Study(settings, model, texts, plan, writer, screen, connect)
   study.prefill_is_here = remote is None
   with contextlib.ExitStack() as stack:
@@ -93,12 +114,14 @@ def run(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Case:
-  """One prompt over one link."""
+  """One prompt over one link; `seen_gbps` is the rate that INT8 met on it."""
 
   prompt: str
   rate_gbps: float
   rtt_ms: float
   int8_bytes: int
+  prefill_s: float
+  seen_gbps: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,9 +149,8 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
     step_s = line.engine.warm_up().plain_s
     for file, prompt in texts.items():
       ask = Request(prompt=prompt, output_tokens=1, mode=Mode.SERIAL)
-      prefill_s = statistics.median(
-        line.engine.generate(ask).prefill_end_s or 0.0 for _ in range(_PREFILLS)
-      )
+      tries = [line.engine.generate(ask) for _ in range(_PREFILLS)]
+      prefill_s = statistics.median(t.prefill_end_s or 0.0 for t in tries)
       size = line.engine.wire.stream_bytes(len(prompt)).total
       measured = {'prefill_s': prefill_s, 'step_s': step_s}
       rates = settings.sweep_gbps or (settings.link.rate_gbps,)
@@ -144,9 +166,17 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
           f' decode step {step_s:.3f} s, INT8 {size / 1e6:.1f} MB; at '
           f'{rate_gbps * 1e3:.4g} Mbit/s the share is {share:.1%}'
         )
+        seen_gbps = rate_gbps
+        if settings.auto and not settings.link.emulated:
+          seen_gbps = _seen_gbps(line.engine, prompt, rtt_ms)
         cases.append(
           _Case(
-            prompt=file, rate_gbps=rate_gbps, rtt_ms=rtt_ms, int8_bytes=size
+            prompt=file,
+            rate_gbps=rate_gbps,
+            rtt_ms=rtt_ms,
+            int8_bytes=size,
+            prefill_s=prefill_s,
+            seen_gbps=seen_gbps,
           )
         )
         least_s = prefill_s + step_s  # no bound is shorter
@@ -157,6 +187,58 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
     engine=dataclasses.replace(base, chunk_bytes=chunk_bytes),
     int8_step_s=step_s,
   )
+
+
+def _seen_gbps(engine: Engine, prompt: list[int], rtt_ms: float) -> float:
+  """Returns the rate that a serial request meets on a real link."""
+  result = engine.generate(
+    Request(prompt=prompt, output_tokens=2, form=Form.PLAIN, mode=Mode.SERIAL)
+  )
+  assert result.anchor_s is not None
+  assert result.prefill_end_s is not None
+  seconds = result.anchor_s - result.prefill_end_s - rtt_ms / 2e3
+  return result.anchor_bytes * 8 / 1e9 / max(seconds, 1e-6)
+
+
+def _advised(settings, model, texts, plan: _Plan, screen) -> config.Scheme:
+  """Returns the scheme whose first token comes soonest, by the planner.
+
+  Costs are those of INT8 just measured; an Anchor-only step is taken to cost as
+  much. Of several prompts, links and modes the sum decides.
+  """
+  first_s = {}
+  for scheme in settings.schemes:
+    wire = WireFormat(model.config, scheme.codec, scheme.engine(plan.engine))
+    first_s[scheme.name] = sum(
+      planner.simulate(
+        [
+          planner.Ask(
+            arrival_s=0.0,
+            prompt_tokens=len(texts[case.prompt]),
+            output_tokens=settings.output_tokens,
+          )
+        ],
+        wire,
+        planner.steady(
+          case.prefill_s / (wire.token_chunks(len(texts[case.prompt])) - 1),
+          plan.int8_step_s,
+        ),
+        mode=mode,
+        rate_gbps=case.seen_gbps,
+        rtt_ms=case.rtt_ms,
+      )
+      .outcomes[0]
+      .provisional_s
+      for case in plan.cases
+      for mode in settings.modes
+    )
+  chosen = planner.best(first_s)
+  runs = len(plan.cases) * len(settings.modes)
+  screen.note(
+    f'scheme=auto takes {chosen}; predicted time to the first token: '
+    + ', '.join(f'{name} {s / runs:.3g} s' for name, s in first_s.items())
+  )
+  return next(s for s in settings.schemes if s.name == chosen)
 
 
 class _Study:

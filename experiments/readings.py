@@ -106,8 +106,9 @@ def readings(
     )
 
   for name in peers:
-    kv, bits = _read_peer(texts, peer_formulas.FORMULAS[name])
-    yield Reading(name, PEER, kv, bits, None)
+    yield Reading(
+      name, PEER, *_read_peer(texts, peer_formulas.FORMULAS[name]), None
+    )
 
 
 def _read_peer(
@@ -124,7 +125,8 @@ def _read_peer(
         values[slot, :tokens] = coded.values
         sizes[slot] += coded.bits
       both.append(jnp.asarray(np.swapaxes(values, 1, 2)))
-    layers.append(tuple(both))
+    k, v = both
+    layers.append((k, v))
   model = texts.model
   values_a_token = 2 * model.layers * model.kv_heads * model.head_dim
   bits = sizes / (texts.lengths * values_a_token)
@@ -172,7 +174,8 @@ def _read_exact(texts: Texts, wire: WireFormat) -> tuple[Layers, list[int]]:
       decoded = exact.decode(packed, plane, sinks=codec.sinks)
       both.append(_select_program()(x, decoded, packed_tokens))
       classes.append(fetch(plane.classes))
-    layers.append(tuple(both))
+    k, v = both
+    layers.append((k, v))
   counts = np.stack(classes).reshape(len(layers), 2, *classes[0].shape)
   sizes = [
     _exact_bytes(wire, counts[:, :, slot], int(tokens))

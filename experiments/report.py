@@ -58,7 +58,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
     OSError: a file cannot be read or written.
   """
   folder = pathlib.Path(workdir)
-  page, images = render(_read(folder / results.FILE))
+  page, images = render(read(folder / results.FILE))
   for name, data in images.items():
     _replace(folder / name, data)
   path = folder / FILE
@@ -82,17 +82,15 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   Raises:
     ReportError: there is nothing to show among them.
   """
-  from experiments import figures, selection, studies
+  from experiments import figures, studies
 
-  records, earlier = _last_run(list(records))
+  records, earlier = last_run(list(records))
   note = [_EARLIER.format(runs=earlier)] if earlier else []
   study = _study(records)
   if study in studies.MODULES:
     return _study_page(study, records, note)
-  groups: dict[Any, list[selection.Trace]] = {}
-  for trace in traces(records):
-    groups.setdefault((trace['study'], trace['model']), []).append(trace)
-  runs = _acceptance_runs(records)
+  groups = grouped(records)
+  runs = acceptance_runs(records)
   if not groups:
     raise ReportError('there is no request in the records; run a study first')
   images: dict[str, bytes] = {}
@@ -116,6 +114,30 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   return _PAGE.format(title=_text(title), body='\n'.join(body)), images
 
 
+def drawings(records: Sequence[Record]) -> list[Any]:
+  """Returns every figure of one run, whichever study it is of."""
+  from experiments import figures, studies
+
+  study = _study(records)
+  if study in studies.MODULES:
+    module = studies.load(study)
+    return module.draw(records) if hasattr(module, 'draw') else []
+  runs = acceptance_runs(records)
+  return [
+    drawn
+    for key, group in grouped(records).items()
+    for drawn in figures.draw(group, runs.get(key, ()))
+  ]
+
+
+def grouped(records: Iterable[Record]) -> dict[Any, list[Any]]:
+  """Returns the traces of every (study, model)."""
+  groups: dict[Any, list[Any]] = {}
+  for trace in traces(records):
+    groups.setdefault((trace['study'], trace['model']), []).append(trace)
+  return groups
+
+
 def _study(records: Iterable[Record]) -> Any:
   """Returns the study that a run's config names; None without a run."""
   for record in records:
@@ -130,12 +152,12 @@ def _study_page(
   """Returns page and images of a study that draws its own figures."""
   from experiments import studies
 
-  module = studies.load(study)
   summaries = _summaries(records)
   if not summaries:
     raise ReportError('there is no summary in the records; run a study first')
   images: dict[str, bytes] = {}
-  figures = module.draw(records) if hasattr(module, 'draw') else []
+  figures = drawings(records)
+  module = studies.load(study)
   notes = module.notes(records) if hasattr(module, 'notes') else []
   body = [
     f'<h1>{_text(study.replace("_", " ").capitalize())}</h1>',
@@ -153,10 +175,9 @@ def _drawn(drawn: Any, name: str, images: dict[str, bytes]) -> str:
   """Returns the section of a figure, and adds its PNG to `images`."""
   from experiments import drawing
 
-  png, svg = io.BytesIO(), io.BytesIO()
-  drawing.save(drawn, png, 'png')
+  svg = io.BytesIO()
+  images[name] = drawing.png(drawn)
   drawing.save(drawn, svg, 'svg')
-  images[name] = png.getvalue()
   return _figure(drawn, name, svg.getvalue())
 
 
@@ -185,7 +206,7 @@ def traces(records: Iterable[Record]) -> list[Any]:
   return [selection.Trace(record, tuple(events)) for record, events in found]
 
 
-def _acceptance_runs(records: Iterable[Record]) -> dict[Any, list[Record]]:
+def acceptance_runs(records: Iterable[Record]) -> dict[Any, list[Record]]:
   """Returns acceptance runs by the study and model that they belong to."""
   found: dict[Any, list[Record]] = {}
   key: Any = None
@@ -197,7 +218,7 @@ def _acceptance_runs(records: Iterable[Record]) -> dict[Any, list[Record]]:
   return found
 
 
-def _last_run(records: list[Record]) -> tuple[list[Record], int]:
+def last_run(records: list[Record]) -> tuple[list[Record], int]:
   """Returns the records of the last run, and how many runs come before it."""
   starts = [i for i, r in enumerate(records) if _is_event(r, 'run')]
   if not starts:
@@ -223,8 +244,13 @@ def _is_event(record: Record, name: str) -> bool:
   return record.get('kind') == 'event' and record.get('name') == name
 
 
-def _read(path: pathlib.Path) -> list[Record]:
-  """Returns the records; a last line that is being written is left out."""
+def read(path: pathlib.Path) -> list[Record]:
+  """Returns the records of a file; a line that is being written is left out.
+
+  Raises:
+    ReportError: a line is no JSON.
+    OSError: the file cannot be read.
+  """
   records: list[Record] = []
   try:
     for record in results.read(path):

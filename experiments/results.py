@@ -62,7 +62,8 @@ REQUEST_FIELDS = (
 )
 # Besides the contract: what a reader needs to pair records, (drafted, accepted)
 # of every verification, the fields of the request's sampling, the exact plane,
-# null or 0 where there is none, and what the fidelity study has found.
+# null or 0 where there is none, of projected requests the label and load, and
+# what the fidelity study has found.
 EXTRA_FIELDS = (
   'request',
   'repeat',
@@ -72,6 +73,8 @@ EXTRA_FIELDS = (
   'sampling',
   'bytes_exact',
   'exact_arrival_s',
+  'label',
+  'plan',
   'fidelity',
 )
 
@@ -149,6 +152,16 @@ def codec_record(codec: str, **detail: Any) -> dict[str, Any]:
   return _moment('codec', None, {'codec': codec, **detail})
 
 
+def compared_record(request: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a measured request and its prediction.
+
+  Args:
+    request: its name in the measured study.
+    **detail: see `plan.compare`.
+  """
+  return _moment('compared', request, detail)
+
+
 def schedule_record(seed: int, **detail: Any) -> dict[str, Any]:
   """Builds the `event` record of a fault schedule.
 
@@ -167,6 +180,28 @@ def equivalence_record(prompt: str, **detail: Any) -> dict[str, Any]:
     **detail: version of the settings, prompt_tokens, and figures by name.
   """
   return _moment(EQUIVALENCE, prompt, detail)
+
+
+def split_record(request: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a picture of one head's K or V.
+
+  Args:
+    request: whose prompt it is of.
+    **detail: tensor (k or v), layer, head, tokens (first, stop), group,
+      planes, rotation; and `dense`, `anchor` and `complete`, each a list of
+      channels a token.
+  """
+  return _moment('split_example', request, detail)
+
+
+def pieces_record(request: str, pieces: Sequence[str]) -> dict[str, Any]:
+  """Builds the `event` record of the texts of a request's tokens.
+
+  Args:
+    request: its name.
+    pieces: the text of every generated token alone.
+  """
+  return _moment('pieces', request, {'pieces': list(pieces)})
 
 
 def fidelity_record(version: str, limits: str) -> dict[str, Any]:

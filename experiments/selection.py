@@ -18,7 +18,7 @@ MODES = ('serial', 'overlapped')
 # From the slowest baseline to what is to be shown; others follow.
 SCHEMES = ('bf16', 'int8', 'int4', 'interleaved', 'lynx')
 # Rates of one prompt farther apart than this are a sweep, not calibration.
-_SWEEP = 1.5
+SWEEP = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def is_sweep(traces: Iterable[Trace]) -> bool:
   for trace in traces:
     if trace['link_gbps']:
       rates.setdefault(trace['prompt'], []).append(trace['link_gbps'])
-  return any(max(r) > _SWEEP * min(r) for r in rates.values())
+  return any(max(r) > SWEEP * min(r) for r in rates.values())
 
 
 def one_request_each(traces: Sequence[Trace]) -> list[Trace]:

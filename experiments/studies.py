@@ -13,6 +13,7 @@ import types
 MODULES = {
   'codec_search': 'experiments.codec_search',
   'equivalence': 'experiments.equivalence',
+  'plan': 'experiments.plan',
   'fidelity': 'experiments.fidelity_study',
 }
 

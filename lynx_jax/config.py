@@ -131,8 +131,12 @@ class ModelConfig:
   Letters are those of `shapes`. What sets families apart are values:
 
   Attributes:
+    name: in records and errors.
+    layers: L.
+    context_tokens: longest prompt and output together.
     rope_theta, rope_scaling: of all layers that `local` does not say else of.
     local: layers with a sliding window, or None.
+    rms_eps: added to the mean square of a norm.
     qkv_bias: whether Q, K and V have a bias (Qwen2).
     qk_norm: whether each head of Q and K is normalised before RoPE (Qwen3).
     post_norms: whether attention and feed-forward are normalised again before
@@ -142,6 +146,7 @@ class ModelConfig:
     logits_scale: multiplies q · k; None is 1 / sqrt(H).
     attention_soft_cap, final_soft_cap: bound logits to cap · tanh(logit / cap),
       those of attention and those of tokens (Gemma 2).
+    tied_embeddings: whether the unembedding is the embedding.
     dtype: of weights and activations; dense KV is always bfloat16, and norms
       are always float32 (Gemma's 1 + w would lose bits).
   """
@@ -235,8 +240,11 @@ class ModelConfig:
 class TensorCodec:
   """How one tensor (K or V) becomes a list of bit planes.
 
-  `planes` are widths in bits, most significant first: `planes[0]` is the
-  Anchor, the rest the Residual. `()` keeps the tensor dense (bfloat16).
+  Attributes:
+    planes: widths in bits, most significant first: `planes[0]` is the Anchor,
+      the rest the Residual. `()` keeps the tensor dense (bfloat16).
+    axis: which values share one scale and offset.
+    rotation: what is applied to the head dim before.
   """
 
   planes: tuple[int, ...] = (4, 4)
@@ -281,7 +289,12 @@ def check_exact(name: str, tensor: TensorCodec) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCodec:
-  """Overrides the codec of layers `start..stop-1`; see `CodecConfig`."""
+  """Overrides the codec of some layers; see `CodecConfig`.
+
+  Attributes:
+    start, stop: layers `start..stop-1`.
+    k, v: their codecs.
+  """
 
   start: int
   stop: int

@@ -10,7 +10,15 @@ from typing import Any
 
 from experiments import drawing, selection
 from experiments.drawing import Drawing
-from experiments.figures import acceptance, rate, timeline, tokens, ttft
+from experiments.figures import (
+  acceptance,
+  rate,
+  split,
+  steps,
+  timeline,
+  tokens,
+  ttft,
+)
 from experiments.selection import Trace
 
 Record = Mapping[str, Any]
@@ -29,7 +37,9 @@ def draw(traces: Sequence[Trace], runs: Sequence[Record] = ()) -> list[Drawing]:
   alike = selection.setting(traces)
   found: list[Drawing | None] = []
   with drawing.look():
+    found.append(split.draw(alike))
     found += timeline.draw(alike)
+    found.append(steps.draw(alike))
     found.append(ttft.draw(alike, styles))
     found.append(tokens.draw(alike, styles))
     found.append(acceptance.draw(traces, runs, styles))

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws a plan: how far predictions are off, and which scheme to send where."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib import patches
+from matplotlib.figure import Figure
+
+from experiments import config, drawing, planner, selection
+from experiments.drawing import Drawing, Table
+
+Record = Mapping[str, Any]
+_ADVISED = {'bf16': 'white', 'int8': '#d9e6ef', 'lynx': '#f5c9a8'}
+
+
+def draw(records: Sequence[Record]) -> list[Drawing]:
+  """Draws the comparison with a measured study, and a map a mode."""
+  compared = [
+    {'request': r['request'], **r['detail']}
+    for r in records
+    if r.get('name') == 'compared'
+  ]
+  cells = [r for r in records if r['kind'] == 'request']
+  found = [_scatter(compared)] if compared else []
+  for mode in selection.MODES:
+    mine = [r for r in cells if r['mode'] == mode]
+    found += [_map(mine, mode)] if mine else []
+  return found
+
+
+def _scatter(compared: Sequence[Record]) -> Drawing:
+  names = selection.ordered({c['scheme'] for c in compared}, selection.SCHEMES)
+  with drawing.look():
+    figure = Figure((drawing.WIDTH_IN / 2, 3.2), layout='constrained')
+    axes = figure.subplots()
+    most = 1.1 * max(max(c['predicted_s'], c['measured_s']) for c in compared)
+    axes.fill_between(
+      [0, most], [0, 0.9 * most], [0, 1.1 * most], color='#ececec', lw=0
+    )
+    axes.plot([0, most], [0, most], color=drawing.QUIET, lw=0.6)
+    for name in names:
+      style = drawing.style_of(name)
+      for mode in selection.MODES:
+        mine = [
+          c for c in compared if c['scheme'] == name and c['mode'] == mode
+        ]
+        axes.plot(
+          [c['measured_s'] for c in mine],
+          [c['predicted_s'] for c in mine],
+          style.marker,
+          ms=4,
+          mec=drawing.shade(style.color),
+          mfc=style.color if mode == 'serial' else 'white',
+          label=name if mode == 'serial' else None,
+        )
+    axes.set(
+      xlim=(0, most),
+      ylim=(0, most),
+      xlabel='measured time to first token, s',
+      ylabel='predicted, s',
+      aspect='equal',
+    )
+    axes.legend(frameon=False, loc='upper left')
+  rows = tuple(
+    (
+      c['request'],
+      drawing.number(c['predicted_s']),
+      drawing.number(c['measured_s']),
+      f'{c["predicted_s"] / c["measured_s"] - 1:+.1%}',
+    )
+    for c in compared
+  )
+  return Drawing(
+    'predicted',
+    'Predicted and measured time to first token',
+    figure,
+    'A mark is a request; filled ones are serial, hollow ones overlapped. '
+    'Costs were fitted to the requests of INT8 alone. Grey is ±10 %.',
+    f'{len(compared)} requests, predicted against measured.',
+    Table(('request', 'predicted, s', 'measured, s', 'off by'), rows),
+  )
+
+
+def _map(cells: Sequence[Record], mode: str) -> Drawing:
+  """Draws which scheme is best, over length and rate, a panel a load."""
+  sides = list(dict.fromkeys((c['model'], c['plan']['slice']) for c in cells))
+  loads = sorted({c['plan']['in_flight'] for c in cells})
+  lengths = sorted({c['prompt_tokens'] for c in cells})
+  rates = sorted({c['link_gbps'] for c in cells})
+  first_s: dict[tuple, dict[str, float]] = {}
+  for c in cells:
+    place = c['model'], c['plan']['slice'], c['plan']['in_flight']
+    at = first_s.setdefault((*place, c['prompt_tokens'], c['link_gbps']), {})
+    if c['ttft_provisional_s'] is not None:
+      at[c['scheme']] = c['ttft_provisional_s']
+  rows = []
+  with drawing.look():
+    figure = Figure(
+      (drawing.WIDTH_IN, 0.4 + len(sides) * (0.34 + 0.2 * len(lengths))),
+      layout='constrained',
+    )
+    grid = figure.subplots(len(sides), len(loads), squeeze=False)
+    for side, line in zip(sides, grid, strict=True):
+      for load, axes in zip(loads, line, strict=True):
+        for y, length in enumerate(lengths):
+          for x, rate in enumerate(rates):
+            known = first_s.get((*side, load, length, rate), {})
+            words, color = _advice(known)
+            axes.add_patch(
+              patches.Rectangle(
+                (x, y), 1, 1, facecolor=color, edgecolor=drawing.QUIET, lw=0.4
+              )
+            )
+            axes.text(
+              x + 0.5, y + 0.5, words, ha='center', va='center', fontsize=5.6
+            )
+            rows.append(
+              (*side, str(load), f'{length:,}', drawing.rate(rate), words)
+            )
+        axes.set(xlim=(0, len(rates)), ylim=(len(lengths), 0))
+        axes.set_xticks(
+          [x + 0.5 for x in range(len(rates))], [f'{r:g}' for r in rates]
+        )
+        axes.set_yticks(
+          [y + 0.5 for y in range(len(lengths))],
+          [f'{n / 1024:.0f}k' for n in lengths],
+        )
+        axes.tick_params(length=0)
+        for spine in axes.spines.values():
+          spine.set_visible(False)
+        many = f'{load:,} requests at once' if load > 1 else 'one request'
+        axes.set_title(f'{side[0]} on {side[1]}, {many}', loc='left')
+    for axes in grid[-1]:
+      axes.set_xlabel('rate of the link, Gbit/s')
+  return Drawing(
+    f'advice_{mode}',
+    f'Which scheme to send, {mode}',
+    figure,
+    'Projected. In each cell the scheme that is advised, and how much sooner '
+    'its first token of decode is there than that of INT8; rows are prompt '
+    'lengths. bf16 is advised where it is within 3 % of the fastest, then '
+    'int8. A dash: no request fits into the memory of the slice.',
+    '; '.join(' '.join(row) for row in rows),
+    Table(
+      ('model', 'slice', 'requests', 'prompt', 'link', 'advice'), tuple(rows)
+    ),
+  )
+
+
+def _advice(first_s: Mapping[str, float]) -> tuple[str, str]:
+  """Returns the words of a cell, and its colour."""
+  if not set(config.FAITHFUL) & set(first_s):
+    return '–', drawing.FAINT
+  name = planner.best(first_s)
+  if 'int8' not in first_s or name == 'int8':
+    return name, _ADVISED[name]
+  return f'{name} {first_s["int8"] / first_s[name]:.2f}', _ADVISED[name]

@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps README and docs equal to the records that are checked in.
+
+    python -m experiments.pages                      # redraws and compares
+    python -m experiments.pages --write              # writes what is generated
+    python -m experiments.pages --take=runs/latency  # takes over a study first
+
+`docs/records/STUDY.jsonl` holds what figures and numbers need of one run of a
+study; the figures in `docs/figures` are drawn from it and from nothing else. In
+a page,
+
+    <!-- figures latency: acceptance_gamma8 prefill_s.max - -->
+
+ties the paragraph or table below it to records: every number in it that has a
+decimal point or a percent sign must be that of the next name, at the precision
+with which it is written. A name is that of a summary, with `.low`, `.high` or
+`.n` for its interval and count; a field of the requests with `.min`, `.max` or
+`.median`; or `-` for a number of other origin. `demo/share` is of another
+study. A whole number is passed over unless it is that of the next name.
+
+    <!-- generated: table demo serial -->
+    <!-- end -->
+
+holds text that `--write` makes anew. The rest of a page is written by hand.
+"""
+
+import argparse
+import dataclasses
+import functools
+import io
+import json
+import pathlib
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from experiments import report, results
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / 'docs'
+RECORDS, FIGURES = DOCS / 'records', DOCS / 'figures'
+
+Record = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+  """A study whose records are checked in.
+
+  Attributes:
+    command: makes them.
+    minutes: what that takes on 2 CPU cores, after set-up; None was not timed.
+    figures: file in docs/figures → name of the drawing.
+  """
+
+  command: str
+  minutes: int | None
+  figures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+STUDIES = {
+  'demo': Study(
+    command='make demo',
+    minutes=8,
+    figures={
+      'timeline.png': 'timeline_serial',
+      'timeline_overlapped.png': 'timeline_overlapped',
+    },
+  ),
+  'latency': Study(
+    command='make latency',
+    minutes=17,
+    figures={'ttft.png': 'ttft', 'acceptance.png': 'acceptance'},
+  ),
+  'notebook': Study(
+    command='make notebook',
+    minutes=2,
+    figures={'split.png': 'split', 'steps.png': 'steps'},
+  ),
+  'sampling': Study(
+    command='.venv/bin/python -m experiments.sampling_study '
+    '--workdir=runs/sampling',
+    minutes=None,
+  ),
+  'transport': Study(command='make transport-study', minutes=20),
+}
+
+
+class PageError(Exception):
+  """A page, or the records for it, cannot be used; the message says why."""
+
+
+def pages() -> list[pathlib.Path]:
+  """Returns README and the pages of docs."""
+  return [ROOT / 'README.md', *sorted(DOCS.glob('*.md'))]
+
+
+# --- Records ------------------------------------------------------------------
+
+
+def take(workdir: pathlib.Path) -> pathlib.Path:
+  """Takes over the records of a finished run; its folder names the study.
+
+  Kept are requests, summaries and acceptance runs, and the events of those
+  requests that a timeline shows. Times are rounded to microseconds.
+
+  Returns:
+    The file in docs/records.
+
+  Raises:
+    PageError: no study of that name.
+  """
+  name = workdir.absolute().name
+  if name not in STUDIES:
+    raise PageError(
+      f'--take={workdir}: the folder must be named {" or ".join(STUDIES)}, '
+      'the study that it holds'
+    )
+  records, _ = report.last_run(report.read(workdir / results.FILE))
+  shown = _in_timelines(records, STUDIES[name])
+  lines = [
+    json.dumps(_rounded(record), separators=(',', ':'))
+    for record in records
+    if record['kind'] != 'event'
+    or record['name'] in ('run', 'acceptance')
+    or record['request'] in shown
+  ]
+  path = RECORDS / f'{name}.jsonl'
+  path.parent.mkdir(exist_ok=True)
+  path.write_text('\n'.join(lines) + '\n', encoding='ascii')
+  return path
+
+
+def _in_timelines(records: Sequence[Record], study: Study) -> set[Any]:
+  from experiments import selection
+
+  names, found = study.figures.values(), set()
+  for group in report.grouped(records).values():
+    alike = selection.setting(group)
+    for mode in selection.modes(alike):
+      if f'timeline_{mode}' in names or 'steps' in names:
+        mine = [trace for trace in alike if trace['mode'] == mode]
+        found |= {t['request'] for t in selection.one_request_each(mine)}
+  return found
+
+
+def _rounded(value: Any) -> Any:
+  match value:
+    case float():
+      return round(value, 6)
+    case dict():
+      return {key: _rounded(each) for key, each in value.items()}
+    case list():
+      return [_rounded(each) for each in value]
+  return value
+
+
+@functools.cache
+def records_of(study: str) -> list[Record]:
+  """Returns the checked-in records of a study.
+
+  Raises:
+    PageError: there are none.
+  """
+  path = RECORDS / f'{study}.jsonl'
+  if not path.exists():
+    raise PageError(
+      f'{_short(path)} does not exist; take it over by '
+      f'python -m experiments.pages --take=runs/{study}'
+    )
+  return report.read(path)
+
+
+# --- Figures ------------------------------------------------------------------
+
+
+def draw(study: str) -> dict[str, bytes]:
+  """Returns the PNGs of a study's figures by file; nothing is written.
+
+  Raises:
+    PageError: the records do not hold what a figure needs.
+  """
+  from experiments import drawing
+
+  drawn = {one.name: one for one in report.drawings(records_of(study))}
+  found = {}
+  for file, name in STUDIES[study].figures.items():
+    if name not in drawn:
+      raise PageError(f'the records of {study} do not hold the figure {name}')
+    found[file] = drawing.png(drawn[name])
+  return found
+
+
+# --- Numbers ------------------------------------------------------------------
+
+_TIED = re.compile(
+  r'<!-- figures (?P<study>\w+): (?P<names>[^>]*?) -->\n+'
+  r'(?P<text>(?:(?!\n\n).)+)',
+  re.DOTALL,
+)
+_NUMBER = re.compile(
+  r'(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?:\s*(%|Mbit/s|MB)(?!\w))?'
+)
+_OF_REQUESTS: dict[str, Callable[[list[float]], float]] = {
+  'min': min,
+  'max': max,
+  'median': statistics.median,
+}
+_PARTS = ('low', 'high', 'n', *_OF_REQUESTS)
+_FACTORS = {'%': 100.0, 'Mbit/s': 1e3, 'MB': 1e-6}  # of gbps, and of bytes
+
+
+def compare(text: str, page: str) -> list[str]:
+  """Returns what in a page differs from the records that it is tied to."""
+  faults = []
+  for tied in _TIED.finditer(text):
+    line = text.count('\n', 0, tied.start()) + 1
+    names = tied['names'].split()
+    for number, unit in _NUMBER.findall(tied['text']):
+      wanted = names[0] if names else None
+      fits = wanted is not None and _fits(number, unit, wanted, tied['study'])
+      if fits or (wanted == '-' and _is_figure(number, unit)):
+        names.pop(0)
+      elif _is_figure(number, unit):
+        faults.append(
+          f'{page}:{line}: {number}{unit} should be '
+          + _told(wanted, tied['study'])
+        )
+        names = names[1:]
+    faults += [
+      f'{page}:{line}: no number is {_told(name, tied["study"])}'
+      for name in names
+    ]
+  return faults
+
+
+def _is_figure(number: str, unit: str) -> bool:
+  return '.' in number or unit == '%'
+
+
+def _fits(number: str, unit: str, name: str, study: str) -> bool:
+  if name == '-':
+    return False
+  value = lookup(name, study)
+  if value is None:
+    return False
+  value *= _FACTORS.get(unit, 1.0)
+  digits = len(number.partition('.')[2])
+  # A whole number must not be taken for what is merely near it.
+  if not digits and unit != '%' and abs(value) < 10 and value % 1:
+    return False
+  written = float(number.replace(',', ''))
+  return abs(value - written) <= 0.5 * 10.0**-digits + 1e-9
+
+
+def _told(name: str | None, study: str) -> str:
+  if name is None:
+    return 'tied to a name of the records, or to -'
+  return f'{name}, which is {None if name == "-" else lookup(name, study)}'
+
+
+def lookup(name: str, study: str) -> float | None:
+  """Returns a figure of a study's records; see the module docstring.
+
+  Raises:
+    PageError: the records have no such figure.
+  """
+  other, slash, rest = name.rpartition('/')
+  if slash:
+    study, name = other, rest
+  records = records_of(study)
+  part = name.rpartition('.')[2]
+  if part in _PARTS:
+    name = name.removesuffix(f'.{part}')
+  if part in _OF_REQUESTS:
+    known = [
+      record[name]
+      for record in records
+      if record['kind'] == 'request' and record.get(name) is not None
+    ]
+    if known:
+      return float(_OF_REQUESTS[part](known))
+  for record in reversed(records):
+    if record['kind'] == 'summary' and record['name'] == name:
+      value = record[part if part in _PARTS else 'value']
+      return None if value is None else float(value)
+  raise PageError(f'the records of {study} have no figure {name!r}')
+
+
+# --- What is generated --------------------------------------------------------
+
+_BLOCK = re.compile(
+  r'(<!-- generated: (?P<words>[^>]*?) -->\n).*?(<!-- end -->)', re.DOTALL
+)
+
+
+def generate(text: str) -> str:
+  """Returns the text of a page with its generated parts made anew."""
+
+  def block(match: re.Match[str]) -> str:
+    return f'{match[1]}\n{_generated(match["words"].split())}\n\n{match[3]}'
+
+  return _BLOCK.sub(block, text)
+
+
+def _generated(words: Sequence[str]) -> str:
+  match words:
+    case ['table', study, mode]:
+      return _table(study, mode)
+    case ['studies']:
+      return _studies()
+    case ['configuration']:
+      from experiments import reference
+
+      return reference.configuration()
+    case ['memory']:
+      from experiments import memory_pages
+
+      return memory_pages.tables()
+  raise PageError(f'nothing generates {" ".join(words)!r}')
+
+
+def _table(study: str, mode: str) -> str:
+  """Returns the table that the terminal shows at the end of a study."""
+  from rich import console
+
+  from experiments import display
+
+  shown = console.Console(file=io.StringIO(), width=76, highlight=False)
+  display.Screen(shown).table(
+    r for r in records_of(study) if r.get('mode') == mode
+  )
+  assert isinstance(shown.file, io.StringIO)
+  lines = [line.rstrip() for line in shown.file.getvalue().split('\n')]
+  return '\n'.join(['```', *filter(None, lines), '```'])
+
+
+def _studies() -> str:
+  """Returns the table of docs/reproducing.md."""
+  lines = [
+    '| study | minutes | figures | numbers in | records |',
+    '|---|---|---|---|---|',
+  ]
+  for name, study in STUDIES.items():
+    figures = ', '.join(f'`{file}`' for file in study.figures)
+    used = [
+      path.name
+      for path in pages()
+      if _cites(path.read_text(encoding='utf-8'), name)
+    ]
+    minutes = '–' if study.minutes is None else str(study.minutes)
+    lines.append(
+      f'| `{study.command}` | {minutes} | {figures or "–"} | '
+      f'{", ".join(used) or "–"} | `docs/records/{name}.jsonl` |'
+    )
+  return '\n'.join(lines)
+
+
+def _cites(text: str, study: str) -> bool:
+  """Whether a page has a number or a table of a study."""
+  tied = {match['study'] for match in _TIED.finditer(text)}
+  made = {
+    match['words'].split()[1:2] == [study] for match in _BLOCK.finditer(text)
+  }
+  return study in tied or True in made
+
+
+# --- The command line ---------------------------------------------------------
+
+
+def check() -> list[str]:
+  """Returns what in README and docs differs from records and sources."""
+  faults = []
+  for path in pages():
+    text = path.read_text(encoding='utf-8')
+    faults += compare(text, _short(path))
+    if generate(text) != text:
+      faults.append(f'{_short(path)}: what is generated is stale; make docs')
+  return faults
+
+
+def _write() -> Iterator[str]:
+  for path in pages():
+    text = path.read_text(encoding='utf-8')
+    new = generate(text)
+    if new != text:
+      path.write_text(new, encoding='utf-8')
+      yield _short(path)
+
+
+def _short(path: pathlib.Path) -> str:
+  return str(path.relative_to(ROOT))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Runs the command line and returns the exit code."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    '--take', type=pathlib.Path, help='the folder of a finished study'
+  )
+  parser.add_argument(
+    '--write', action='store_true', help='write what is generated'
+  )
+  chosen = parser.parse_args(arguments)
+  try:
+    if chosen.take is not None:
+      print(f'wrote {_short(take(chosen.take))}')
+    for study in STUDIES:
+      for file, png in draw(study).items() if STUDIES[study].figures else ():
+        FIGURES.joinpath(file).write_bytes(png)
+        print(f'drew docs/figures/{file}')
+    if chosen.write:
+      for name in _write():
+        print(f'wrote {name}')
+    faults = check()
+  except (PageError, report.ReportError, OSError) as error:
+    faults = [f'error: {error}']
+  for fault in faults:
+    print(fault, file=sys.stderr)
+  return 1 if faults else 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,537 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan: what each scheme would do, for slices and links not at hand.
+
+It holds the planner against a measured latency study first, then predicts; it
+runs no model. `planner` simulates, and this module says what computing costs.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from experiments import (
+  calibrate,
+  config,
+  display,
+  drawing,
+  planner,
+  results,
+  selection,
+)
+from lynx_jax.config import ModelConfig, require
+from lynx_jax.engine import Mode
+from lynx_jax.models import presets
+from lynx_jax.transport.streams import WireFormat
+
+Record = Mapping[str, Any]
+
+# Assumed where no calibration record says better.
+_COMPUTE_SHARE = 0.5  # of the peak, in prefill and verification
+_MEMORY_SHARE = 0.8  # of the HBM rate, in a decode step
+_COLLECTIVE_S = 10e-6  # two a layer, on a slice of several chips
+_FREE_MEMORY = 0.1  # stays free
+_ACCEPTANCE = 0.95  # of a 4-bit Anchor, per draft (docs/decoding.md)
+_OUTPUT_TOKENS = 64
+# Of a prompt, and of at least 1,024 tokens each. Fewer in large loads, as are
+# chunks, which keeps a simulation near a second: their grain is soon too fine
+# to matter.
+_TOKEN_CHUNKS, _ALL_TOKEN_CHUNKS = 16, 4096
+_LEAST_CHUNK_BYTES, _ALL_CHUNKS = 4 << 20, 8192
+_GIB = 1 << 30
+
+MODELS = {
+  value.name: value
+  for value in vars(presets).values()
+  if isinstance(value, ModelConfig)
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slice:
+  """Chips that compute together.
+
+  Attributes:
+    kind: JAX's name of the device, as calibration records have it.
+    chips: how many.
+    peak_tflops: of a chip, in bfloat16.
+    hbm_gbyte_s, hbm_gib: of a chip.
+  """
+
+  kind: str
+  chips: int
+  peak_tflops: float
+  hbm_gbyte_s: float
+  hbm_gib: int
+
+
+# The chips' pages at https://cloud.google.com/tpu/docs; a v5p-8 is 4 chips.
+_V5E = Slice(
+  kind='TPU v5 lite', chips=8, peak_tflops=197, hbm_gbyte_s=819, hbm_gib=16
+)
+_V5P = Slice(
+  kind='TPU v5p', chips=4, peak_tflops=459, hbm_gbyte_s=2765, hbm_gib=95
+)
+_V6E = Slice(
+  kind='TPU v6 lite', chips=8, peak_tflops=918, hbm_gbyte_s=1640, hbm_gib=32
+)
+SLICES = {
+  'v5e-8': _V5E,
+  'v5p-8': _V5P,
+  'v5p-16': dataclasses.replace(_V5P, chips=8),
+  'v6e-8': _V6E,
+  'v6e-16': dataclasses.replace(_V6E, chips=16),
+}
+
+
+def run(
+  settings: config.Settings, writer: results.Writer, screen: display.Screen
+) -> None:
+  """Compares with a measured study, then writes the plan.
+
+  Raises:
+    ConfigError: a name, or the records, cannot be used.
+    OSError: the records cannot be read.
+  """
+  plan = settings.plan
+  for name in plan.slices:
+    require(
+      name in SLICES,
+      f'plan.slices={name!r} must be one of {", ".join(SLICES)}',
+    )
+  models = [*map(_model, plan.models)]
+  if plan.records:
+    with screen.step(f'predicting the requests of {plan.records}'):
+      compared = compare(_last_run(list(results.read(plan.records))))
+    for one in compared:
+      writer.write(results.compared_record(**one))
+    for summary in errors(compared):
+      writer.write(summary)
+      screen.note(f'{summary["name"]} {summary["value"]:.3f}')
+  cells = list(
+    itertools.product(
+      models,
+      plan.slices,
+      plan.prompt_tokens,
+      plan.rates_gbps,
+      plan.in_flight,
+    )
+  )
+  environment = results.environment() | {'device': None}
+  advised: collections.Counter[str] = collections.Counter()
+  for i, cell in enumerate(cells):
+    name = _cell_name(*cell)
+    with screen.step(f'{i + 1} of {len(cells)}: {name}'):
+      for mode in settings.modes:
+        records = [
+          results.request_record(**fields, **environment)
+          for fields in predict(settings, *cell, mode)
+        ]
+        for record in records:
+          writer.write(record)
+        first_s = {
+          r['scheme']: r['ttft_provisional_s']
+          for r in records
+          if r['ttft_provisional_s'] is not None
+        }
+        if any(scheme in first_s for scheme in config.FAITHFUL):
+          advised[planner.best(first_s)] += 1
+  for scheme in config.FAITHFUL:
+    writer.write(
+      results.summary_record(
+        f'best_{scheme}',
+        advised[scheme] / max(1, advised.total()),
+        '',
+        advised.total(),
+        label='projected',
+      )
+    )
+
+
+def _cell_name(model, slice_name, prompt_tokens, rate_gbps, in_flight) -> str:
+  return (
+    f'{model.name}/{slice_name}/{prompt_tokens}/{rate_gbps:g}Gbps/{in_flight}'
+  )
+
+
+def draw(records: Sequence[Record]) -> list[drawing.Drawing]:
+  """Draws the figures of the report."""
+  from experiments.figures import plan
+
+  return plan.draw(records)
+
+
+# --- What computing costs -----------------------------------------------------
+
+
+def layer_parameters(model: ModelConfig) -> int:
+  """Returns the parameters of all layers, without norms and biases."""
+  head = model.model_dim * model.head_dim
+  attention = head * (2 * model.heads + 2 * model.kv_heads)
+  return model.layers * (attention + 3 * model.model_dim * model.ff_dim)
+
+
+def weight_bytes(model: ModelConfig) -> int:
+  """Returns the bytes of all weights in bfloat16."""
+  tables = 1 if model.tied_embeddings else 2
+  return 2 * (layer_parameters(model) + tables * model.vocab * model.model_dim)
+
+
+def roofline(
+  model: ModelConfig, where: Slice, wire: WireFormat
+) -> planner.Costs:
+  """Returns *projected* costs: operations and bytes over the chips' rates.
+
+  Prefill and verification reach half of the peak; a decode step streams the
+  weights and the part of the cache that it reads at 0.8 of the HBM's rate, and
+  waits for two collectives a layer where a slice has several chips. A record of
+  `calibrate` replaces the rate of the HBM.
+
+  Args:
+    model: its dimensions.
+    where: the slice; prefill and decode have one each.
+    wire: of the scheme; its bytes are what attention reads.
+  """
+  record = calibrate.load(where.kind) or {}
+  hbm_gbyte_s = record.get('hbm_gbyte_s') or where.hbm_gbyte_s
+  flops_s = where.chips * where.peak_tflops * 1e12 * _COMPUTE_SHARE
+  bytes_s = where.chips * hbm_gbyte_s * 1e9 * _MEMORY_SHARE
+  wait_s = 2 * model.layers * _COLLECTIVE_S * (where.chips > 1)
+  weights, parameters = weight_bytes(model), layer_parameters(model)
+  rows = wire.engine.verify_rows
+  sizes = functools.cache(wire.stream_bytes)
+
+  def chunk_s(start: int) -> float:
+    tokens = wire.engine.token_chunk
+    pairs = tokens * (start + tokens / 2)  # each row sees those before it
+    attention = 4 * model.layers * model.heads * model.head_dim * pairs
+    return (2 * parameters * tokens + attention) / flops_s + wait_s
+
+  def step_s(lengths: Sequence[int], *, anchor: bool, rows: int) -> float:
+    read = sum(
+      sizes(length).anchor if anchor else sizes(length).total
+      for length in lengths
+    )
+    compute_s = (
+      2
+      * (parameters + model.vocab * model.model_dim)
+      * rows
+      * len(lengths)
+      / flops_s
+    )
+    return max((weights + read) / bytes_s, compute_s) + wait_s
+
+  return planner.Costs(
+    chunk_s=chunk_s,
+    draft_s=functools.partial(step_s, anchor=True, rows=1),
+    verify_s=functools.partial(step_s, anchor=False, rows=rows),
+    plain_s=functools.partial(step_s, anchor=False, rows=1),
+    acceptance=_ACCEPTANCE,
+  )
+
+
+def predict(
+  settings: config.Settings,
+  model: ModelConfig,
+  slice_name: str,
+  prompt_tokens: int,
+  rate_gbps: float,
+  in_flight: int,
+  mode: Mode,
+) -> Iterable[dict[str, Any]]:
+  """Yields the fields of a request record a scheme: medians of all requests.
+
+  Times are None where not even one request fits into the decode slice.
+  """
+  where, plan = SLICES[slice_name], settings.plan
+  asks = loads(
+    prompt_tokens,
+    in_flight,
+    spread=plan.spread,
+    arrivals_per_s=plan.arrivals_per_s,
+    seed=settings.seed,
+  )
+  longest = max(ask.prompt_tokens for ask in asks)
+  parts = max(4, min(_TOKEN_CHUNKS, _ALL_TOKEN_CHUNKS // in_flight))
+  for scheme in settings.schemes:
+    engine = dataclasses.replace(
+      settings.engine,
+      prompt_tokens=longest,
+      output_tokens=_OUTPUT_TOKENS,
+      token_chunk=max(1024, _up(longest / parts, 128)),
+    )
+    wire = WireFormat(model, scheme.codec, scheme.engine(engine))
+    size = wire.stream_bytes(longest)
+    wanted = size.total * in_flight // _ALL_CHUNKS
+    wire = dataclasses.replace(
+      wire,
+      engine=dataclasses.replace(
+        wire.engine, chunk_bytes=max(_LEAST_CHUNK_BYTES, wanted)
+      ),
+    )
+    room = where.chips * where.hbm_gib * _GIB * (1 - _FREE_MEMORY)
+    slots = min(in_flight, int((room - weight_bytes(model)) // size.total))
+    bits = wire.bits_a_value(longest)
+    record: dict[str, Any] = {
+      'request': (
+        f'{_cell_name(model, slice_name, prompt_tokens, rate_gbps, in_flight)}'
+        f'/{scheme.name}/{mode.value}'
+      ),
+      'study': settings.study,
+      'scheme': scheme.name,
+      'target': scheme.target,
+      'mode': mode.value,
+      'model': model.name,
+      'prompt_tokens': prompt_tokens,
+      'output_tokens': _OUTPUT_TOKENS,
+      'link_gbps': rate_gbps,
+      'rtt_ms': settings.link.rtt_ms,
+      'seed': settings.seed,
+      'bits_anchor': bits.anchor,
+      'bits_total': bits.total,
+      'bytes_anchor': size.anchor,
+      'bytes_residual': size.residual,
+      'label': 'projected',
+      'plan': {'slice': slice_name, 'in_flight': in_flight, 'slots': slots},
+    }
+    if slots > 0:
+      prediction = planner.simulate(
+        asks,
+        dataclasses.replace(
+          wire, engine=dataclasses.replace(wire.engine, slots=slots)
+        ),
+        roofline(model, where, wire),
+        mode=mode,
+        rate_gbps=rate_gbps,
+        rtt_ms=settings.link.rtt_ms,
+        seed=settings.seed,
+      )
+      median = prediction.median
+      record |= {
+        'prefill_s': median('prefill_end_s'),
+        'split_s': 0.0,  # it is in prefill
+        'anchor_arrival_s': median('anchor_s'),
+        'ttft_provisional_s': median('provisional_s'),
+        'ttft_committed_s': median('committed_s'),
+        'exposed_s': median('exposed_s'),
+        'done_s': median('done_s'),
+        'bound_ttft_s': median('bound_s') if in_flight == 1 else None,
+      }
+      record['plan'] |= {
+        'link_use': prediction.link_use,
+        'prefill_use': prediction.prefill_use,
+        'decode_use': prediction.decode_use,
+        'requests_per_s': in_flight / prediction.span_s,
+        'hbm_bytes': weight_bytes(model) + slots * size.total,
+      }
+    yield record
+
+
+def loads(
+  prompt_tokens: int,
+  in_flight: int,
+  *,
+  spread: float,
+  arrivals_per_s: float,
+  seed: int,
+) -> list[planner.Ask]:
+  """Returns requests to come.
+
+  Args:
+    prompt_tokens: the mean length.
+    in_flight: how many.
+    spread: lengths are uniform within 1 ± spread of it.
+    arrivals_per_s: mean rate of a Poisson process; 0 is all at once.
+    seed: of both.
+  """
+  draw, now_s, asks = random.Random(seed), 0.0, []
+  for _ in range(in_flight):
+    part = draw.uniform(1 - spread, 1 + spread)
+    asks.append(
+      planner.Ask(
+        arrival_s=now_s,
+        prompt_tokens=max(1, round(part * prompt_tokens)),
+        output_tokens=_OUTPUT_TOKENS,
+      )
+    )
+    if arrivals_per_s:
+      now_s += draw.expovariate(arrivals_per_s)
+  return asks
+
+
+def _up(value: float, step: int) -> int:
+  return math.ceil(value / step) * step
+
+
+def _model(name: str) -> ModelConfig:
+  require(
+    name in MODELS,
+    f'plan.models={name!r} must be one of {", ".join(MODELS)}',
+  )
+  return MODELS[name]
+
+
+def _preset(name: str) -> ModelConfig:
+  """Returns the dimensions of a model whose file may say more than its name.
+
+  SmolLM2-135M-Instruct.Q4_1 is a SmolLM2-135M-Instruct.
+  """
+  near = [known for known in MODELS if name.startswith(known)]
+  return _model(max(near, key=len, default=name))
+
+
+def _last_run(records: Sequence[Record]) -> Sequence[Record]:
+  starts = [i for i, r in enumerate(records) if r.get('name') == 'run']
+  return records[starts[-1] :] if starts else records
+
+
+# --- Against a measured study -------------------------------------------------
+
+
+def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
+  """Predicts every request of a latency study from what INT8 cost in it.
+
+  Costs are fitted to the requests of INT8 alone: the seconds of a token chunk,
+  a line over its first token in each mode, and the median of a decode step.
+  All else comes from the manifests, the scheduler and the link.
+
+  Args:
+    records: of a run with requests and events.
+
+  Returns:
+    For every request its name, scheme, mode and rate, and the seconds of its
+    TTFT, `predicted_s` and `measured_s`.
+
+  Raises:
+    ConfigError: there is no run, or no INT8 request with events in it.
+  """
+  stored = next((r for r in records if r.get('name') == 'run'), None)
+  require(
+    stored is not None,
+    'plan.records holds no run of a latency study; make one by make latency',
+  )
+  assert stored is not None
+  values = config.base()
+  values.update(ml_collections.ConfigDict(stored['detail']['config']))
+  study = config.settings(values)
+  events = collections.defaultdict(list)
+  for record in records:
+    if record['kind'] == 'event' and record.get('request'):
+      events[record['request']].append(record)
+  requests = [
+    r
+    for r in records
+    if r['kind'] == 'request' and r['ttft_provisional_s'] is not None
+  ]
+  fits = {
+    mode: _fit(
+      [r for r in requests if r['mode'] == mode],
+      events,
+      study.engine.token_chunk,
+    )
+    for mode in dict.fromkeys(r['mode'] for r in requests)
+  }
+  found = []
+  for request in requests:
+    scheme = next(s for s in study.schemes if s.name == request['scheme'])
+    sizes = [
+      event['detail']['bytes']
+      for event in events[request['request']]
+      if event['name'] in ('anchor', 'residual')
+    ]
+    wire = WireFormat(
+      _preset(request['model']),
+      scheme.codec,
+      dataclasses.replace(
+        scheme.engine(study.engine),
+        prompt_tokens=request['prompt_tokens'],
+        chunk_bytes=max(sizes),
+      ),
+    )
+    ask = planner.Ask(
+      arrival_s=0.0,
+      prompt_tokens=request['prompt_tokens'],
+      output_tokens=request['output_tokens'],
+    )
+    prediction = planner.simulate(
+      [ask],
+      wire,
+      fits[request['mode']],
+      mode=Mode(request['mode']),
+      rate_gbps=request['link_gbps'],
+      rtt_ms=request['rtt_ms'],
+    )
+    (outcome,) = prediction.outcomes
+    found.append(
+      {
+        'request': request['request'],
+        'scheme': request['scheme'],
+        'mode': request['mode'],
+        'link_gbps': request['link_gbps'],
+        'predicted_s': outcome.provisional_s,
+        'measured_s': request['ttft_provisional_s'],
+      }
+    )
+  return found
+
+
+def _fit(
+  requests: Iterable[Record],
+  events: Mapping[str, Sequence[Record]],
+  token_chunk: int,
+) -> planner.Costs:
+  """Returns what the INT8 requests of one mode cost."""
+  chunks, steps = collections.defaultdict(list), []
+  for request in requests:
+    if request['scheme'] != 'int8':
+      continue
+    mine = events[request['request']]
+    seconds: collections.Counter[int] = collections.Counter()
+    for event in mine:
+      if event['name'] in ('prefill', 'split'):
+        start = event['detail']['token_chunk'] * token_chunk
+        seconds[start] += event['end_s'] - event['start_s']
+    for start, both_s in seconds.items():
+      chunks[start].append(both_s)
+    steps += [e['end_s'] - e['start_s'] for e in mine if e['name'] == 'verify']
+  require(
+    len(chunks) > 1 and bool(steps),
+    'plan.records has no INT8 request with its events in each mode; run the '
+    'latency study with int8 among its schemes',
+  )
+  slope, first_s = np.polyfit(
+    list(chunks), [statistics.median(s) for s in chunks.values()], 1
+  )
+  return dataclasses.replace(
+    planner.steady(0.0, statistics.median(steps)),
+    chunk_s=lambda start: float(first_s + slope * start),
+  )
+
+
+def errors(compared: Sequence[Record]) -> list[dict[str, Any]]:
+  """Returns the summaries of a comparison.
+
+  A cell is a scheme and mode, and in a sweep a rate; its error is how far the
+  median of predicted / measured over its requests is from 1. Prefill of one
+  request alone varies by 10 % between two calls on a shared machine.
+  """
+  rates = sorted(one['link_gbps'] for one in compared)
+  swept = rates[-1] > selection.SWEEP * rates[0]
+  cells = collections.defaultdict(list)
+  for one in compared:
+    rate = one['link_gbps'] if swept else None
+    ratio = one['predicted_s'] / one['measured_s']
+    cells[one['scheme'], one['mode'], rate].append(ratio)
+  off = [abs(statistics.median(cell) - 1) for cell in cells.values()]
+  return [
+    results.summary_record(f'planner_error_{name}', value, '', len(off))
+    for name, value in (('max', max(off)), ('median', statistics.median(off)))
+  ]

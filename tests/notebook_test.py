@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The notebook: no outputs, no definitions, and it runs from top to bottom."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+
+from experiments import notebook, results
+
+CELLS = json.loads(notebook.FILE.read_text(encoding='utf-8'))['cells']
+CODE = [
+  TransformerManager().transform_cell(''.join(cell['source']))
+  for cell in CELLS
+  if cell['cell_type'] == 'code'
+]
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+
+
+def test_it_holds_no_output():
+  """Outputs would be of one machine, and would be read as of all."""
+  for cell in CELLS:
+    assert not cell.get('outputs')
+    assert cell.get('execution_count') is None
+
+
+def test_it_defines_nothing():
+  for code in CODE:
+    for node in ast.walk(ast.parse(code)):
+      assert not isinstance(node, DEFINITIONS), ast.unparse(node)
+
+
+def test_every_step_is_explained():
+  kinds = [cell['cell_type'] for cell in CELLS]
+  assert kinds[0] == 'markdown'
+  assert kinds.count('markdown') >= kinds.count('code')
+
+
+def test_it_installs_the_versions_of_the_lock():
+  lock = (notebook.ROOT / 'requirements.lock').read_text(encoding='utf-8')
+  (jax,) = re.findall(r'^jax==(\S+)', lock, re.MULTILINE)
+  assert set(re.findall(r'"jax\[\w+\]==([\d.]+)"', CODE[0])) == {jax}
+  assert CODE[0].count('--require-hashes') == 2
+
+
+@pytest.fixture(scope='module')
+def executed(tmp_path_factory):
+  """Runs it as `make notebook` does; programs may be those of a run before."""
+  workdir = tmp_path_factory.mktemp('notebook') / 'a b'
+  done = subprocess.run(
+    [sys.executable, '-m', 'experiments.notebook', f'--workdir={workdir}'],
+    cwd=notebook.ROOT,
+    env=os.environ | {'JAX_ENABLE_COMPILATION_CACHE': 'true'},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return workdir
+
+
+def test_it_leaves_records_reports_and_pictures(executed):
+  records = list(results.read(executed / results.FILE))
+  requests = [r for r in records if r['kind'] == 'request']
+  assert {r['scheme'] for r in requests} == {'int8', 'lynx'}
+  assert {r['output_tokens'] for r in requests} == {24}
+  assert any(r['kind'] == 'summary' for r in records)
+  for name in ('report.html', 'timeline_serial.png', 'steps.png', 'split.png'):
+    assert (executed / name).stat().st_size > 1000
+  cells = json.loads((executed / notebook.FILE.name).read_text())['cells']
+  pictures = [
+    output
+    for cell in cells
+    for output in cell.get('outputs', ())
+    if 'image/png' in output.get('data', ())
+  ]
+  assert len(pictures) == 4
+
+
+def test_committed_tokens_are_those_of_int8_whatever_the_planes(executed):
+  found = []
+  for folder in (executed, executed / 'two_bits'):
+    requests = [
+      r
+      for r in results.read(folder / results.FILE)
+      if r['kind'] == 'request' and r['form'] == 'verify'
+    ]
+    assert requests
+    assert all(r['equal_to_reference'] for r in requests)
+    found += [r['token_ids'] for r in requests if r['scheme'] == 'lynx']
+  assert found[0] == found[1]
+
+
+def test_a_cell_that_fails_is_told(tmp_path, monkeypatch, capsys):
+  text = notebook.FILE.read_text(encoding='utf-8')
+  broken = tmp_path / notebook.FILE.name
+  whole = json.loads(text)
+  whole['cells'] = whole['cells'][:5]
+  whole['cells'][-1]['source'] += '\nassert not "reached"'
+  broken.write_text(json.dumps(whole), encoding='utf-8')
+  monkeypatch.setattr(notebook, 'FILE', broken)
+  assert notebook.main([f'--workdir={tmp_path / "w"}']) == notebook.CELL_FAILED
+  assert 'AssertionError: reached' in capsys.readouterr().err
+  assert (tmp_path / 'w' / broken.name).exists()

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner meets the bound, wastes no link, and finds its own costs."""
+
+import dataclasses
+import json
+import types
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs import plan as configured
+from experiments import (
+  cli,
+  config,
+  display,
+  latency,
+  plan,
+  planner,
+  report,
+  results,
+)
+from lynx_jax import timeline
+from lynx_jax.config import CodecConfig, ConfigError, EngineConfig
+from lynx_jax.engine import Mode
+from lynx_jax.models import presets
+from lynx_jax.transport.streams import WireFormat
+
+MODEL = presets.SMOLLM2_135M
+STEP_S = 0.05
+ENGINE = EngineConfig(chunk_bytes=64 * 1024)
+SCHEMES = [
+  config.scheme(name, CodecConfig())
+  for name in ('bf16', 'int8', 'int4', 'interleaved', 'lynx')
+]
+
+
+def _wire(scheme, **engine):
+  return WireFormat(
+    MODEL, scheme.codec, dataclasses.replace(scheme.engine(ENGINE), **engine)
+  )
+
+
+def _costs(first_s=0.1, slope=0.0, **more):
+  return planner.Costs(
+    chunk_s=lambda start: first_s + slope * start,
+    draft_s=lambda lengths: STEP_S,
+    verify_s=lambda lengths: 2 * STEP_S,
+    plain_s=lambda lengths: STEP_S,
+    **more,
+  )
+
+
+def _ask(prompt_tokens, arrival_s=0.0, output_tokens=8):
+  return planner.Ask(
+    arrival_s=arrival_s,
+    prompt_tokens=prompt_tokens,
+    output_tokens=output_tokens,
+  )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+  scheme=st.sampled_from(SCHEMES),
+  mode=st.sampled_from(Mode),
+  prompt_tokens=st.integers(1, 2048),
+  rate_gbps=st.floats(1e-3, 10),
+  rtt_ms=st.floats(0, 100),
+  first_s=st.floats(1e-3, 1),
+  slope=st.floats(0, 1e-3),
+)
+def test_one_request_meets_its_bound(
+  scheme, mode, prompt_tokens, rate_gbps, rtt_ms, first_s, slope
+):
+  wire = _wire(scheme)
+  (outcome,) = planner.simulate(
+    [_ask(prompt_tokens)],
+    wire,
+    _costs(first_s, slope),
+    mode=mode,
+    rate_gbps=rate_gbps,
+    rtt_ms=rtt_ms,
+  ).outcomes
+  late_s = outcome.provisional_s - outcome.bound_s
+  chunk_s = wire.engine.chunk_bytes * 8 / (rate_gbps * 1e9)
+  longest_s = max(chunk_s, _unit_s(wire, rate_gbps))
+  assert -1e-9 <= late_s <= longest_s + 1e-9
+  assert outcome.provisional_s <= outcome.committed_s <= outcome.done_s
+  if mode is Mode.SERIAL:
+    size = wire.stream_bytes(prompt_tokens)
+    critical = size.anchor if scheme.name == 'lynx' else size.total
+    assert outcome.exposed_s == pytest.approx(
+      critical * 8 / (rate_gbps * 1e9) + rtt_ms / 2e3 + STEP_S
+    )
+
+
+def _unit_s(wire, rate_gbps):
+  sizes = [
+    wire.unit_bytes(kind.segment, kind.plane, kind.layer_group)
+    for kind in wire.slice_kinds()
+  ]
+  return max(sizes) * 8 / (rate_gbps * 1e9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+  scheme=st.sampled_from(SCHEMES),
+  mode=st.sampled_from(Mode),
+  lengths=st.lists(st.integers(1, 1024), min_size=1, max_size=6),
+  slots=st.integers(1, 4),
+  acceptance=st.sampled_from([0.0, 0.7, 1.0]),
+  output_tokens=st.integers(1, 40),
+)
+def test_every_request_ends(
+  scheme, mode, lengths, slots, acceptance, output_tokens
+):
+  wire = _wire(scheme, slots=slots)
+  rate_gbps = 0.05
+  prediction = planner.simulate(
+    [
+      _ask(length, arrival_s=0.1 * i, output_tokens=output_tokens)
+      for i, length in enumerate(lengths)
+    ],
+    wire,
+    _costs(acceptance=acceptance),
+    mode=mode,
+    rate_gbps=rate_gbps,
+    rtt_ms=1.0,
+  )
+  for outcome in prediction.outcomes:
+    assert outcome.done_s >= outcome.prefill_end_s > 0
+  if output_tokens > 1:
+    size = sum(wire.stream_bytes(n).total for n in lengths)
+    sent_s = prediction.link_use * prediction.span_s
+    assert sent_s == pytest.approx(size * 8 / (rate_gbps * 1e9))
+
+
+def test_an_anchor_passes_the_residual_of_another_request():
+  lynx = SCHEMES[-1]
+  wire, rate_gbps = _wire(lynx, slots=2), 0.02
+  both = [_ask(1024), _ask(1024, arrival_s=0.5)]
+  alone, first, second = (
+    outcome
+    for asks in ([_ask(1024)], both)
+    for outcome in planner.simulate(
+      asks, wire, _costs(), mode=Mode.SERIAL, rate_gbps=rate_gbps, rtt_ms=0
+    ).outcomes
+  )
+  # It waits for the other's Anchor at most, and its own Residual comes last.
+  anchor_s = wire.stream_bytes(1024).anchor * 8 / (rate_gbps * 1e9)
+  assert second.anchor_s <= alone.anchor_s + anchor_s
+  assert first.residual_s > alone.residual_s
+
+
+def test_more_acceptance_ends_sooner():
+  wire = _wire(SCHEMES[-1])
+
+  def done_s(acceptance):
+    (outcome,) = planner.simulate(
+      [_ask(512, output_tokens=64)],
+      wire,
+      _costs(acceptance=acceptance),
+      mode=Mode.SERIAL,
+      rate_gbps=0.1,
+      rtt_ms=0,
+    ).outcomes
+    return outcome.done_s
+
+  assert done_s(1.0) < done_s(0.5) < done_s(0.0)
+
+
+@pytest.mark.parametrize(
+  ('first_s', 'advice'),
+  [
+    ({'bf16': 1.02, 'int8': 1.0, 'lynx': 0.995}, 'bf16'),
+    ({'bf16': 2.0, 'int8': 1.02, 'lynx': 1.0}, 'int8'),
+    ({'bf16': 2.0, 'int8': 1.5, 'lynx': 1.0, 'int4': 0.9}, 'lynx'),
+    ({'lynx': 1.0}, 'lynx'),
+  ],
+)
+def test_advice(first_s, advice):
+  assert planner.best(first_s) == advice
+
+
+def test_int4_alone_is_never_advised():
+  with pytest.raises(ConfigError, match='int4'):
+    planner.best({'int4': 1.0})
+
+
+@pytest.mark.parametrize(
+  ('rate_gbps', 'mode', 'advice'),
+  [
+    (0.01, 'serial', 'lynx'),
+    (100.0, 'serial', 'bf16'),
+    # All is hidden behind prefill but the last token chunk.
+    (0.5, 'overlapped', 'bf16'),
+  ],
+)
+def test_auto_follows_the_link(rate_gbps, mode, advice, capsys):
+  values = config.base()
+  values.scheme, values.mode = 'auto', mode
+  study = config.settings(values)
+  assert study.auto
+  case = latency._Case(
+    prompt='book',
+    rate_gbps=1.0,  # what the user believes
+    rtt_ms=0.0,
+    int8_bytes=1,
+    prefill_s=2.0,
+    seen_gbps=rate_gbps,
+  )
+  with display.screen() as screen:
+    chosen = latency._advised(
+      study,
+      types.SimpleNamespace(config=MODEL),
+      {'book': [0] * 1984},
+      latency._Plan(cases=(case,), engine=ENGINE, int8_step_s=STEP_S),
+      screen,
+    )
+  assert chosen.name == advice
+  assert f'scheme=auto takes {advice}' in capsys.readouterr().out
+
+
+def test_auto_stands_alone():
+  values = config.base()
+  values.scheme = 'auto,lynx'
+  with pytest.raises(ConfigError, match='auto chooses one scheme'):
+    config.settings(values)
+
+
+def test_a_study_that_the_planner_made_itself_is_predicted():
+  """Records of simulated requests give back what they were made with."""
+  values = config.base()
+  values.scheme = 'bf16,int8,lynx'
+  values.mode = 'serial,overlapped'
+  study = config.settings(values)
+  records = [results.run_record(['main'], json.loads(values.to_json()))]
+  for scheme in study.schemes:
+    for mode in study.modes:
+      records += _simulated(scheme, mode)
+  compared = plan.compare(records)
+  assert len(compared) == 6
+  for one in compared:
+    assert one['predicted_s'] == pytest.approx(one['measured_s'], rel=1e-6)
+  for summary in plan.errors(compared):
+    assert summary['value'] == pytest.approx(0, abs=1e-6)
+  slow = [dict(one, measured_s=2 * one['measured_s']) for one in compared]
+  by_name = {s['name']: s['value'] for s in plan.errors(slow)}
+  assert by_name['planner_error_max'] == pytest.approx(0.5)
+
+
+def _simulated(scheme, mode, prompt_tokens=1024, chunk_bytes=50_000):
+  """Yields the records that a request of the study would have left."""
+  name, first_s, slope = f'{scheme.name}/{mode}', 0.2, 1e-4
+  wire = _wire(scheme, chunk_bytes=chunk_bytes)
+  (outcome,) = planner.simulate(
+    [_ask(prompt_tokens)],
+    wire,
+    _costs(first_s, slope),
+    mode=mode,
+    rate_gbps=0.03,
+    rtt_ms=1.0,
+  ).outcomes
+  yield results.request_record(
+    request=name,
+    scheme=scheme.name,
+    mode=mode.value,
+    model=MODEL.name,
+    prompt_tokens=prompt_tokens,
+    output_tokens=8,
+    link_gbps=0.03,
+    rtt_ms=1.0,
+    ttft_provisional_s=outcome.provisional_s,
+    exposed_s=outcome.exposed_s,
+  )
+  at_s = 0.0
+
+  def event(phase, start_s, end_s, **detail):
+    return results.event_record(
+      name, timeline.Event(phase, start_s, end_s, detail)
+    )
+
+  for token_chunk in range(4):
+    seconds = first_s + slope * 256 * token_chunk
+    split_s = at_s + 0.9 * seconds
+    yield event('prefill', at_s, split_s, token_chunk=token_chunk)
+    at_s += seconds
+    yield event('split', split_s, at_s, token_chunk=token_chunk)
+  for chunk in wire.manifest(0, prompt_tokens, 0):
+    yield event('anchor', 0.0, 0.0, bytes=chunk.bytes)
+  yield event('verify', 9.0, 9.0 + STEP_S)
+
+
+def test_records_without_int8_are_refused():
+  values = config.base()
+  records = [
+    results.run_record(['main'], json.loads(values.to_json())),
+    *_simulated(SCHEMES[0], Mode.SERIAL),
+  ]
+  with pytest.raises(ConfigError, match='int8 among its schemes'):
+    plan.compare(records)
+  with pytest.raises(ConfigError, match='no run of a latency study'):
+    plan.compare([])
+
+
+def test_the_command_writes_a_plan(tmp_path, capsys):
+  code = cli.run(
+    [
+      'main',
+      '--config=configs/plan.py',
+      f'--workdir={tmp_path}',
+      '--config.plan.models=Llama-3.1-70B',
+      '--config.plan.slices=v5e-8,v6e-16',
+      '--config.plan.prompt_tokens=8192',
+      '--config.plan.link_gbps=1,400',
+      '--config.plan.in_flight=1,3',
+      '--config.plan.records=',
+    ]
+  )
+  assert code == 0, capsys.readouterr().err
+  records = list(results.read(tmp_path / results.FILE))
+  cells = [r for r in records if r['kind'] == 'request']
+  # Weights of 141 GB do not fit into 8 chips of 16 GB, and that is said.
+  assert all(
+    (r['ttft_provisional_s'] is None) == (r['plan']['slice'] == 'v5e-8')
+    for r in cells
+  )
+  assert {r['label'] for r in cells} == {'projected'}
+  slow = {
+    r['scheme']: r['ttft_provisional_s']
+    for r in cells
+    if r['link_gbps'] == 1 and r['mode'] == 'serial' and r['bound_ttft_s']
+  }
+  assert planner.best(slow) == 'lynx'
+  assert (tmp_path / report.FILE).exists()
+  assert (tmp_path / 'advice_serial.png').exists()
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'message'),
+  [
+    ('models', 'Lama-3.1-8B', 'must be one of'),
+    ('slices', 'v9-8', 'must be one of'),
+    ('in_flight', '0', 'plan.in_flight'),
+    ('link_gbps', 'fast', 'plan.link_gbps'),
+    ('prompt_tokens', '', 'must not be empty'),
+    ('spread', 1.5, 'plan.spread'),
+    ('records', '/nowhere/results.jsonl', 'nowhere'),
+  ],
+)
+def test_a_mistake_is_one_line(field, value, message, tmp_path, capsys):
+  code = cli.run(
+    [
+      'main',
+      '--config=configs/plan.py',
+      f'--workdir={tmp_path}',
+      '--config.plan.records=',
+      f'--config.plan.{field}={value}',
+    ]
+  )
+  said = capsys.readouterr().err.strip().splitlines()
+  assert code == cli.USER_MISTAKE
+  assert len(said) == 1
+  assert message in said[0]
+
+
+def test_parameters_are_those_of_the_published_models():
+  # 8.03 and 70.6 billion by the models' cards.
+  for model, billions in (
+    (presets.LLAMA_31_8B, 8.03),
+    (presets.LLAMA_31_70B, 70.55),
+  ):
+    assert plan.weight_bytes(model) / 2e9 == pytest.approx(billions, rel=0.01)
+  assert configured.get_config().study == 'plan'
