@@ -5,6 +5,7 @@
 #   make latency   the latency study: five prompts, both modes (25 minutes)
 #   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
+#   make ablation  24 cells on a real model, one change each (25 minutes)
 #   make fidelity  how far each scheme's output is from bf16's (15 minutes)
 #   make peers     published codes beside ours, by their formulas (10 minutes)
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
@@ -45,13 +46,16 @@ DEMO_DIR ?= runs/demo
 LATENCY_DIR ?= runs/latency
 PLAN_DIR ?= runs/plan
 EQUIVALENCE_DIR ?= runs/equivalence
+ABLATION ?= configs/ablation.py
+ABLATION_DIR ?= runs/ablation
+ABLATION_ARGS ?=
 PEERS_DIR ?= runs/peers
 FIDELITY_DIR ?= runs/fidelity
 TRANSPORT_DIR ?= runs/transport
 NOTEBOOK_DIR ?= runs/notebook
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency plan fidelity peers equivalence-study transport-study
+.PHONY: help demo latency plan ablation fidelity peers equivalence-study transport-study
 .PHONY: test lint format lock clean setup setup-test notebook figures docs
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -69,6 +73,12 @@ plan: $(STAMPS)/run
 equivalence-study: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/equivalence.py \
 	  --workdir='$(EQUIVALENCE_DIR)'
+
+# ABLATION=configs/ablation_tiny.py takes another config; ABLATION_ARGS are more
+# flags, such as --config.ablation.shard=1/4.
+ablation: $(STAMPS)/run
+	$(RUN) -m experiments.main --config='$(ABLATION)' \
+	  --workdir='$(ABLATION_DIR)' $(ABLATION_ARGS)
 
 fidelity: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/fidelity.py \

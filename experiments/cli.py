@@ -17,7 +17,15 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import config, display, options, prompts, results, studies
+from experiments import (
+  cells,
+  config,
+  display,
+  options,
+  prompts,
+  results,
+  studies,
+)
 from lynx_jax.config import ConfigError
 from lynx_jax.models.errors import WeightsError
 from lynx_jax.transport.streams import TransferError
@@ -27,6 +35,7 @@ Study = Callable[[config.Settings, results.Writer, display.Screen], None]
 
 USER_MISTAKE = 2
 PEER_LOST = 3
+CELLS_MISSING = 4
 _MOST_KEPT_BYTES = 1 << 30  # of compiled programs; the oldest go first
 _EXAMPLE = '--config=configs/demo.py --workdir=runs/demo'
 
@@ -63,6 +72,9 @@ def run(argv: Sequence[str], study: Study | None = None) -> int:
     _say(f'error: {error}')
   except OSError as error:
     _say(f'error: {_os_error(error)}')
+  except cells.CellsMissing as error:
+    _say(f'error: {error}')
+    return CELLS_MISSING
   except TransferError as error:
     _say(f'error: {error}')
     return PEER_LOST
@@ -77,7 +89,7 @@ def run(argv: Sequence[str], study: Study | None = None) -> int:
 def _run(argv: Sequence[str], study: Study | None) -> int:
   values, own = _parse(argv)
   role = options.read(own)
-  settings = config.settings(values)
+  settings = cells.settings(values)
   if role is None and not settings.link.emulated:
     raise ConfigError('link.emulated=False needs a --role; see --help')
   if role is None and settings.link.jitter_ms:
@@ -110,12 +122,18 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
     )
     if study is None:
       study = _named_study(settings, role, argv)
-    study(settings, writer, screen)
+    missing = None
+    try:
+      study(settings, writer, screen)
+    except cells.CellsMissing as error:
+      missing = error  # the report shows the others, and why
     with screen.step('drawing the report'):
       from experiments import report
 
       page = report.write(workdir)
     screen.note(f'report: {page}')
+  if missing is not None:
+    raise missing
   return 0
 
 

@@ -7,6 +7,7 @@ It starts nothing and reads no prompt: it checks values and names schemes.
 import dataclasses
 import difflib
 import enum
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from lynx_jax import config
 from lynx_jax.config import (
   CodecConfig,
   ConfigError,
+  Drafter,
   EngineConfig,
   LayerCodec,
   Order,
@@ -109,6 +111,10 @@ def base() -> ml_collections.ConfigDict:
         'draft_tokens': config_dict.placeholder(int),
         'backlog_tokens': library.backlog_tokens,
         'chunk_bytes': library.chunk_bytes,
+        # How the streams share the link: anchor_first, interleaved or layers.
+        'order': library.order.value,
+        # What proposes tokens after arrival: anchor or prompt_lookup.
+        'drafter': library.drafter.value,
         'sharpen': library.sharpen,
         'layer_ready': library.layer_ready,
         # None: the best that can serve.
@@ -190,6 +196,23 @@ def base() -> ml_collections.ConfigDict:
       # The equivalence study: how many prompts it cuts out of the texts, of how
       # many tokens at least, and how many of them one call measures (0: all).
       'equivalence': {'prompts': 24, 'shortest': 192, 'at_once': 0},
+      # The ablation: what is varied, and which part of it runs here.
+      'ablation': {
+        # The grid: an axis an entry, one field or several that take the same
+        # values, 'codec.k,codec.v=4,4|8; link.rtt_ms=1|50'. Quotes keep ; and |
+        # together: codec.layers='0:6 k=8; 24:30 v=2'|''.
+        'axes': '',
+        # A list instead, or one that goes through the whole grid: changes of
+        # fields, a cell an entry, 'codec.k=8 codec.v=4,4; codec.sinks=0'.
+        'cells': '',
+        # I/N runs the I-th of N parts, 1/N to N/N; '' is all.
+        'shard': '',
+        # Folders of shards, with commas between: their cells are taken over,
+        # and none is run.
+        'merge': '',
+        # Figures of the rows that are drawn over every two axes.
+        'heatmaps': 'ttft_provisional_s,acceptance',
+      },
       # The plan predicts every combination of what has commas between.
       'plan': {
         # The results.jsonl of a measured latency study, to be predicted first.
@@ -248,20 +271,40 @@ class SchemeKind:
 
   Attributes:
     planes: of K and V; None takes those of the config's codec.
-    order: how its streams share the link.
+    order: how its streams share the link; None takes that of the config.
     exact: it has an exact plane and, for that, no rotation; else it has what
       the config's codec has.
+    drafter: what proposes tokens after arrival; None takes that of the config.
+    codec: takes the place of the config's, if it has one.
   """
 
   planes: tuple[int, ...] | None
-  order: Order = Order.ANCHOR_FIRST
+  order: Order | None = None
   exact: bool = False
+  drafter: Drafter | None = None
+  codec: CodecConfig | None = None
+
+
+# KIVI with 4 bits (arXiv:2402.02750): keys by channel, values by token, with
+# offsets, in groups of 32 tokens; 128 recent tokens stay as they are. A token's
+# values share their scale within a head, where KIVI has one for 32 channels.
+KIVI_4 = CodecConfig(
+  k=TensorCodec(planes=(4,)),
+  v=TensorCodec(planes=(4,), axis=config.Axis.TOKEN),
+  group=32,
+  sinks=0,
+  recent_tokens=128,
+)
 
 
 SCHEMES = {
   'bf16': SchemeKind(planes=()),
+  'bf16_layers': SchemeKind(planes=(), order=Order.LAYERS),
   'int8': SchemeKind(planes=(8,)),
+  'int8_layers': SchemeKind(planes=(8,), order=Order.LAYERS),
+  'int8_lookup': SchemeKind(planes=(8,), drafter=Drafter.PROMPT_LOOKUP),
   'int4': SchemeKind(planes=(4,)),
+  'kivi4': SchemeKind(planes=None, codec=KIVI_4),
   'lynx': SchemeKind(planes=None),
   'lynx_exact': SchemeKind(planes=None, exact=True),
   'interleaved': SchemeKind(planes=None, order=Order.INTERLEAVED),
@@ -281,11 +324,13 @@ class Scheme:
     name: in records and tables.
     codec: the nested code that travels.
     order: how its streams share the link.
+    drafter: what proposes tokens after arrival.
   """
 
   name: str
   codec: CodecConfig
   order: Order
+  drafter: Drafter
 
   @property
   def target(self) -> str:
@@ -297,7 +342,9 @@ class Scheme:
 
   @property
   def is_speculative(self) -> bool:
-    """Whether anything travels after the Anchor."""
+    """Whether it drafts: something follows the Anchor, or it looks up."""
+    if self.drafter is Drafter.PROMPT_LOOKUP:
+      return True
     tensors = [self.codec.k, self.codec.v]
     for layers in self.codec.layers:
       tensors += [layers.k, layers.v]
@@ -305,7 +352,9 @@ class Scheme:
 
   def engine(self, base_engine: EngineConfig) -> EngineConfig:
     """Returns the engine's config for this scheme."""
-    return dataclasses.replace(base_engine, order=self.order)
+    return dataclasses.replace(
+      base_engine, order=self.order, drafter=self.drafter
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -425,6 +474,53 @@ class Equivalence:
       )
 
 
+# Settings on which the requests of a cell depend.
+_MEASURED = (
+  'schemes', 'modes', 'repeats', 'seed', 'prompts', 'output_tokens',
+  'cpu_devices', 'prefill_mesh', 'decode_mesh', 'model_path',
+  'model_tokenizer', 'model_dtype', 'engine', 'sampling', 'link',
+  'acceptance_drafts', 'acceptance_tokens',
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+  """A cell of an ablation.
+
+  Attributes:
+    name: the fields that it changes, with their values.
+    values: of every field that some cell changes, by full name.
+    settings: of a run with them, without an ablation.
+  """
+
+  name: str
+  values: tuple[tuple[str, Any], ...]
+  settings: 'Settings'
+
+  @property
+  def key(self) -> str:
+    """A hash of what it measures, the same in every process."""
+    same = [(name, getattr(self.settings, name)) for name in _MEASURED]
+    return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ablation:
+  """What an ablation goes through.
+
+  Attributes:
+    cells: all of them, in the order of the config.
+    shard: (i, n), the i-th of n parts runs here.
+    merge: folders of finished shards.
+    heatmaps: figures that are drawn over every two axes.
+  """
+
+  cells: tuple[Cell, ...]
+  shard: tuple[int, int]
+  merge: tuple[str, ...]
+  heatmaps: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
   """What the planner predicts; see `base`."""
@@ -530,6 +626,7 @@ class Settings:
   modes: tuple[Mode, ...]
   repeats: int
   seed: int
+  codec: CodecConfig
   prompts: tuple[tuple[str, int], ...]
   output_tokens: int
   cpu_devices: int
@@ -552,6 +649,7 @@ class Settings:
   equivalence: Equivalence
   plan: Plan
   fidelity: Fidelity
+  ablation: Ablation | None = None  # of `cells.settings`
 
   def __post_init__(self):
     for name in (
@@ -595,7 +693,11 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
   engine = EngineConfig(
     prompt_tokens=_positive('prompt_tokens', values.prompt_tokens),
     output_tokens=_positive('output_tokens', values.output_tokens),
-    **values.engine.to_dict(),
+    **values.engine.to_dict()
+    | {
+      'order': _enum('engine.order', Order, values.engine.order),
+      'drafter': _enum('engine.drafter', Drafter, values.engine.drafter),
+    },
   )
   codec = _codec(values.codec)
   require(
@@ -613,11 +715,13 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     study=values.study,
     auto=names == (_AUTO,),
     schemes=tuple(
-      scheme(name, codec) for name in (FAITHFUL if names == (_AUTO,) else names)
+      scheme(name, codec, engine)
+      for name in (FAITHFUL if names == (_AUTO,) else names)
     ),
     modes=tuple(Mode(name) for name in _names('mode', values.mode, modes)),
     repeats=values.repeats,
     seed=values.seed,
+    codec=codec,
     prompts=_prompts(values),
     output_tokens=values.output_tokens,
     cpu_devices=values.cpu_devices,
@@ -652,13 +756,16 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
   )
 
 
-def scheme(name: str, codec: CodecConfig) -> Scheme:
-  """Returns the scheme `name` on the ground of the run's codec.
+def scheme(
+  name: str, codec: CodecConfig, engine: EngineConfig | None = None
+) -> Scheme:
+  """Returns the scheme `name` on the ground of the run's codec and engine.
 
   A baseline keeps the codec's axes, rotation, group, sinks and recent tokens,
   and puts its own planes in every layer.
   """
-  kind = SCHEMES[name]
+  kind, engine = SCHEMES[name], engine or EngineConfig()
+  codec = kind.codec or codec
   if kind.planes is not None:
     codec = dataclasses.replace(
       codec,
@@ -669,7 +776,12 @@ def scheme(name: str, codec: CodecConfig) -> Scheme:
     )
   if kind.exact:
     codec = dataclasses.replace(_unrotated(codec), exact=True)
-  return Scheme(name=name, codec=codec, order=kind.order)
+  return Scheme(
+    name=name,
+    codec=codec,
+    order=kind.order or engine.order,
+    drafter=kind.drafter or engine.drafter,
+  )
 
 
 def _unrotated(codec: Any) -> Any:
@@ -706,13 +818,15 @@ def planes(field: str, value: Any) -> tuple[int, ...]:
 def check_fields(values: Any, known: Any, path: str = '') -> None:
   """Refuses fields that `known` does not have, naming the nearest one."""
   for name in values:
-    require(name in known, f'{unknown_field(path + name)}')
+    # Either message takes milliseconds to form: too long for every field.
+    if name not in known:
+      raise ConfigError(unknown_field(path + name))
     if isinstance(known[name], ml_collections.ConfigDict):
-      require(
-        isinstance(values[name], ml_collections.ConfigDict),
-        f'config.{path}{name}={values[name]!r} must be a group of fields: '
-        f'{", ".join(sorted(known[name]))}',
-      )
+      if not isinstance(values[name], ml_collections.ConfigDict):
+        raise ConfigError(
+          f'config.{path}{name}={values[name]!r} must be a group of fields: '
+          f'{", ".join(sorted(known[name]))}'
+        )
       check_fields(values[name], known[name], f'{path}{name}.')
   for name in known:
     require(name in values, f'config.{path}{name} is missing')

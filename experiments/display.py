@@ -100,6 +100,17 @@ class Screen:
         grid.add_row(row.title, *(cells[i] for cells in columns.values()))
       self._console.print(grid)
 
+  def grid(
+    self, title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
+  ) -> None:
+    """Prints any table."""
+    grid = table.Table(title=title, title_justify='left', box=box.SIMPLE_HEAD)
+    for i, name in enumerate(header):
+      grid.add_column(text.Text(name), justify='right' if i else 'left')
+    for row in rows:
+      grid.add_row(*map(text.Text, row))
+    self._console.print(grid)
+
 
 class TokenStream:
   """The generated tokens of one request: final ones, then provisional ones.

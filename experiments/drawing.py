@@ -112,6 +112,16 @@ def styles_of(requests: Iterable[selection.Trace]) -> dict[str, Style]:
   }
 
 
+def styles_for(names: Sequence[str]) -> dict[str, Style]:
+  """Returns a style for every name; schemes have their own.
+
+  The first ten are told apart by line and marker as well as by colour.
+  """
+  free = [style for name, style in _STYLES.items() if name not in names]
+  more = itertools.cycle([*_MORE_STYLES, *free])
+  return {name: _STYLES.get(name) or next(more) for name in names}
+
+
 def save(drawing: Drawing, path: Any, kind: str) -> None:
   """Saves a figure as `png` or `svg`; the same figure gives the same bytes."""
   metadata = {'Software': None} if kind == 'png' else {'Date': None}
@@ -194,10 +204,17 @@ def short(value: float) -> str:
 
 def rate(gbps: float) -> str:
   """Returns a rate in the unit that suits it."""
-  for unit, factor in (('Gbit/s', 1.0), ('Mbit/s', 1e3), ('kbit/s', 1e6)):
-    if gbps * factor >= 1 or unit == 'kbit/s':
-      return f'{gbps * factor:.3g} {unit}'
-  raise AssertionError
+  unit, factor = unit_of(gbps)
+  return f'{gbps * factor:.3g} {unit}'
+
+
+def unit_of(gbps: float) -> tuple[str, float]:
+  """Returns the unit that suits a rate, and how many are 1 Gbit/s."""
+  return next(
+    (unit, factor)
+    for unit, factor in (('Gbit/s', 1.0), ('Mbit/s', 1e3), ('kbit/s', 1e6))
+    if gbps * factor >= 1 or unit == 'kbit/s'
+  )
 
 
 def span(values: Sequence[float], form: Callable[[float], str] = str) -> str:

@@ -21,6 +21,7 @@ from experiments import (
   codec_search,
   config,
   display,
+  lossless,
   prompts,
   results,
   sampling_study,
@@ -126,6 +127,7 @@ def outputs(bench: Bench, piece: Piece) -> Figures:
     'equal_to_reference_int8': lynx.tokens == bench.reference(piece, 'lynx'),
     'equal_to_bf16_exact': exact.tokens == bench.reference(piece, 'bf16'),
     'bits_total_exact': bits * (1 + exact.exact_bytes / size),
+    'bits_bf16_codebook': lossless.bits_of(bench.computed(piece)),
     'encode_exact_over_prefill': (
       times.seconds(Phase.ENCODE) / times.seconds(Phase.PREFILL)
     ),
@@ -232,6 +234,7 @@ MEASUREMENTS: tuple[Callable[[Bench, Piece], Figures], ...] = (
 )
 _UNITS = {
   'bits_total_exact': 'bits',
+  'bits_bf16_codebook': 'bits',
   'bits_anchor': 'bits',
   'kl_anchor': 'nats',
   'kl_anchor_exact': 'nats',

@@ -17,6 +17,7 @@ from typing import Any
 from experiments import (
   config,
   display,
+  lossless,
   planner,
   prompts,
   results,
@@ -26,6 +27,7 @@ from experiments import (
 from lynx_jax import programs, timeline
 from lynx_jax.config import EngineConfig, check_together
 from lynx_jax.engine import Costs, Engine, Form, Mode, Request, Step
+from lynx_jax.prefill import Prompt
 from lynx_jax.timeline import Phase
 from lynx_jax.transport.streams import WireFormat
 
@@ -135,7 +137,7 @@ class _Plan:
 
 def _plan(settings, model, texts, screen, connect) -> _Plan:
   """Measures every prompt's prefill and an INT8 step, and sets the rates."""
-  int8 = config.scheme('int8', settings.schemes[0].codec)
+  int8 = config.scheme('int8', settings.codec)
   base = dataclasses.replace(
     settings.engine, prompt_tokens=max(map(len, texts.values()))
   )
@@ -256,6 +258,7 @@ class _Study:
     self._environment = results.environment()
     self._calls: collections.Counter[str] = collections.Counter()
     self._compiles = self._fetches = 0
+    self._codebook_bits: list[float] = []
     self.records: list[dict[str, Any]] = []
     self.acceptances: list[dict[str, Any]] = []
 
@@ -283,7 +286,10 @@ class _Study:
         if scheme.codec in by_codec:
           continue
         engine = self._lines[scheme.name].engine
-        known = known or engine.compute(prompt, self._settings.sampling)
+        if known is None:
+          known = engine.compute(prompt, self._settings.sampling)
+          if isinstance(known, Prompt):  # not that of another process
+            self._codebook_bits.append(lossless.bits_of(known))
         by_codec[scheme.codec] = engine.reference(
           prompt,
           self._settings.output_tokens,
@@ -439,6 +445,7 @@ class _Study:
       ).worst.anchor
     costs: Costs | None = int8.costs if int8 else None
     return summaries.Constants(
+      bits_bf16_codebook=tuple(self._codebook_bits),
       anchor_step_over_bf16_step=ratio,
       steps=_STEPS,
       bits_anchor_worst_length=worst,

@@ -6,7 +6,9 @@
 Any field can be set on the command line:
 
     --config.scheme=int8,lynx         which schemes, of bf16, int8, int4, lynx,
-                                      lynx_exact and interleaved
+                                      lynx_exact and interleaved, and of the
+                                      further baselines int8_lookup, kivi4,
+                                      int8_layers and bf16_layers
     --config.prompt_file=FILE         any UTF-8 text, or a shipped prompt:
                                       book, code, manual, chat, question
     --config.output_tokens=N          how many tokens to generate
@@ -34,7 +36,7 @@ keeps none.
 
 Results are appended to WORKDIR/results.jsonl. A mistake of yours ends with one
 line that says what to change, and exit code 2; a lost prefill process with 3;
-Ctrl-C with 130.
+an ablation of which cells failed or are missing with 4; Ctrl-C with 130.
 """
 
 import sys

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from experiments import config
 from lynx_jax import timeline
-from lynx_jax.config import require
+from lynx_jax.config import Order, require
 from lynx_jax.engine import Mode
 from lynx_jax.speculative import draft_length
 from lynx_jax.transport.scheduler import Scheduler
@@ -145,8 +145,15 @@ def simulate(
 
   Returns:
     The same prediction for the same arguments.
+
+  Raises:
+    ConfigError: for what it cannot predict.
   """
   require(bool(asks), 'a plan needs at least one request')
+  require(
+    wire.engine.order is not Order.LAYERS,
+    'engine.order=layers is not predicted; leave out the schemes *_layers',
+  )
   run = _Run(asks, wire, costs, mode, rate_gbps, rtt_ms, seed)
   return run.end()
 

@@ -159,12 +159,14 @@ def _study_page(
   figures = drawings(records)
   module = studies.load(study)
   notes = module.notes(records) if hasattr(module, 'notes') else []
+  tables = module.tables(records) if hasattr(module, 'tables') else []
   body = [
     f'<h1>{_text(study.replace("_", " ").capitalize())}</h1>',
     f'<p>{_text(studies.subject(module))}</p>',
     *(f'<p class="note">{_text(words)}</p>' for words in notes),
     *note,
     *(_drawn(drawn, f'{drawn.name}.png', images) for drawn in figures),
+    *(_table(*table) for table in tables),
     *summaries,
     *_origin(records, ()),
   ]

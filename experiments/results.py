@@ -19,6 +19,7 @@ from lynx_jax.timeline import Event
 FILE = 'results.jsonl'
 EQUIVALENCE = 'equivalence'  # names of an `event`
 FIDELITY = 'fidelity'
+CELL, ROWS = 'cell', 'rows'  # of an ablation
 
 # Of a `request` record. Times are seconds since the request's arrival on one
 # monotonic clock; what is not known is null, never 0.
@@ -180,6 +181,25 @@ def equivalence_record(prompt: str, **detail: Any) -> dict[str, Any]:
     **detail: version of the settings, prompt_tokens, and figures by name.
   """
   return _moment(EQUIVALENCE, prompt, detail)
+
+
+def cell_record(key: str, **detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of a cell of an ablation that was run.
+
+  Args:
+    key: identifies its settings.
+    **detail: rows of figures, or the error; seconds, and engines made.
+  """
+  return _moment(CELL, key, detail)
+
+
+def rows_record(**detail: Any) -> dict[str, Any]:
+  """Builds the `event` record of what all cells of an ablation have given.
+
+  Args:
+    **detail: rows, unfinished cells, and figures of heatmaps.
+  """
+  return _moment(ROWS, None, detail)
 
 
 def split_record(request: str, **detail: Any) -> dict[str, Any]:

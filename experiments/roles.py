@@ -103,7 +103,7 @@ def serve(
     )
   longest = max(tokens for _, tokens in settings.prompts)
   engine = dataclasses.replace(settings.engine, prompt_tokens=longest)
-  int8 = config.scheme('int8', settings.schemes[0].codec)  # sets the rates
+  int8 = config.scheme('int8', settings.codec)  # sets the rates
   codecs = dict.fromkeys(s.codec for s in (int8, *settings.schemes))
   window = {}
   if settings.transfer.window_bytes is not None:

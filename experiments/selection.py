@@ -16,7 +16,10 @@ Record = Mapping[str, Any]
 
 MODES = ('serial', 'overlapped')
 # From the slowest baseline to what is to be shown; others follow.
-SCHEMES = ('bf16', 'int8', 'int4', 'interleaved', 'lynx')
+SCHEMES = (
+  'bf16', 'bf16_layers', 'int8', 'int8_layers', 'int8_lookup', 'int4', 'kivi4',
+  'interleaved', 'lynx',
+)  # fmt: skip
 # Rates of one prompt farther apart than this are a sweep, not calibration.
 SWEEP = 1.5
 
@@ -40,7 +43,7 @@ class Trace:
   def is_speculative(self) -> bool:
     """Whether it drafts on a part of the cache."""
     return bool(
-      self['bytes_residual'] or self['drafted'] or self.spans('residual')
+      self['bytes_residual'] or self.spans('residual') or self.spans('draft')
     )
 
   @property

@@ -14,7 +14,7 @@ from flax import nnx
 
 from experiments import config, display, results
 from lynx_jax import mesh, timeline, wire
-from lynx_jax.config import EngineConfig, ModelConfig, require
+from lynx_jax.config import EngineConfig, ModelConfig, Order, require
 from lynx_jax.engine import Engine, Form, Request, Result
 from lynx_jax.models import paths, presets, weights
 from lynx_jax.models.tokenizer import Tokenizer
@@ -240,6 +240,12 @@ def bound_s(
   noise only adds, and a bound must not be built on it.
   """
   assert engine.costs is not None
+  if engine.config.order is Order.LAYERS and engine.config.layer_ready:
+    # All layer groups but the last may have run before the last byte, and how
+    # little that one takes is not measured.
+    return timeline.bound(
+      result.critical, rate_gbps=rate_gbps, rtt_ms=rtt_ms, step_s=0.0
+    )
   speculative = result.residual_bytes > 0 or result.drafted > 0
   step_s = engine.costs.draft_s if speculative else engine.costs.plain_s
   steps = [

@@ -3,7 +3,8 @@
 
 Each is a module with `run(settings, writer, screen)`, which writes records, and
 perhaps `draw(records)`, which returns the `drawing.Drawing`s of its report, and
-`notes(records)`, which returns paragraphs for it. They run in one process. Any
+`tables(records)` and `notes(records)`, which return (caption, header, rows) and
+paragraphs for it. They run in one process. Any
 other name is a latency study.
 """
 
@@ -11,6 +12,7 @@ import importlib
 import types
 
 MODULES = {
+  'ablation': 'experiments.ablation',
   'codec_search': 'experiments.codec_search',
   'equivalence': 'experiments.equivalence',
   'plan': 'experiments.plan',

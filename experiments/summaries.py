@@ -31,6 +31,8 @@ class Constants:
     fetches_per_draft_round: host reads in one draft round.
     draft_rounds: how many rounds that is the mean of.
     verify_s: one verification pass of INT8.
+    bits_bf16_codebook: bits a value of lossless bfloat16, a prompt each; see
+      `lossless`.
   """
 
   anchor_step_over_bf16_step: float | None = None
@@ -40,6 +42,7 @@ class Constants:
   fetches_per_draft_round: float | None = None
   draft_rounds: int = 0
   verify_s: float | None = None
+  bits_bf16_codebook: tuple[float, ...] = ()
 
 
 def summaries(
@@ -114,6 +117,7 @@ def summaries(
       'bit',
       int(constants.bits_anchor_worst_length is not None),
     ),
+    _median('bits_bf16_codebook', constants.bits_bf16_codebook, 'bit'),
     _all('equal_to_reference', [r['equal_to_reference'] for r in verified]),
     *(
       _all(

@@ -52,6 +52,14 @@ class Order(enum.Enum):
 
   ANCHOR_FIRST = 'anchor_first'  # Lynx: every Anchor outranks every Residual
   INTERLEAVED = 'interleaved'  # one queue: each unit's planes side by side
+  LAYERS = 'layers'  # whole layer groups one after the other, all planes
+
+
+class Drafter(enum.Enum):
+  """What proposes tokens once the target cache is complete."""
+
+  ANCHOR = 'anchor'  # the model on the Anchor, where something follows it
+  PROMPT_LOOKUP = 'prompt_lookup'  # what followed there in the text so far
 
 
 class Activation(enum.Enum):
@@ -397,6 +405,7 @@ class EngineConfig:
     backlog_tokens: most unverified draft tokens a slot may hold.
     chunk_bytes: size of a transfer chunk, the grain of priority.
     order: how the streams share the link.
+    drafter: what proposes tokens after arrival.
     sharpen: drafts read the groups of tokens whose Residual has landed with all
       planes, before the rest is there; else they read the Anchor alone.
     layer_ready: the first verification runs layer group by layer group as
@@ -414,6 +423,7 @@ class EngineConfig:
   backlog_tokens: int = 48
   chunk_bytes: int = 256 * 1024
   order: Order = Order.ANCHOR_FIRST
+  drafter: Drafter = Drafter.ANCHOR
   sharpen: bool = True
   layer_ready: bool = True
   implementation: str | None = None

@@ -35,7 +35,9 @@ from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
 from lynx_jax.config import (
   CodecConfig,
+  Drafter,
   EngineConfig,
+  Order,
   Target,
   check_together,
   layer_ranges,
@@ -66,7 +68,7 @@ from lynx_jax.sender import (
   PrefillSide,
   Sender,
 )
-from lynx_jax.speculative import decode, draft_length
+from lynx_jax.speculative import decode, draft_length, prompt_lookup
 from lynx_jax.speculative import slots as slots_lib
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport.courier import Arrival, Cut, Transport
@@ -109,6 +111,7 @@ _POLL_S = 0.02  # longest wait for an arrival before looking at the rest
 _UNBOUNDED = np.iinfo(np.int32).max
 _PLACE = program(slots_lib.place, name='place', donate=(0,))
 _STOP = program(slots_lib.stop, name='stop', donate=(0,))
+_PROPOSE = program(slots_lib.propose, name='propose', donate=(0,))
 _PHASES = {
   Stream.ANCHOR: Phase.ANCHOR,
   Stream.RESIDUAL: Phase.RESIDUAL,
@@ -264,6 +267,8 @@ class Engine:
       self.time_step(Step.ROUND)
     if self._has_residual and self.config.sharpen:
       self.time_step(Step.SHARP)
+    if self.config.drafter is Drafter.PROMPT_LOOKUP:
+      self._propose([])
     times = {}
     for step in (Step.DRAFT, Step.VERIFY, Step.PLAIN):
       self.time_step(step)  # compiles
@@ -643,7 +648,7 @@ class Engine:
     result.residual_bytes += chunk.residual_bytes
     result.exact_bytes += chunk.exact_bytes
     at_s = arrival.arrived_s - result.timeline.arrival_s
-    if chunk.stream is Stream.ANCHOR:
+    if chunk.stream is Stream.ANCHOR or chunk.anchor_bytes:
       result.anchor_s = at_s
     if chunk.residual_bytes:
       result.residual_s = at_s
@@ -651,8 +656,9 @@ class Engine:
       result.exact_s = at_s
     if chunk.residual_bytes or chunk.exact_bytes:
       entry.rate = chunk.bytes / max(arrival.arrived_s - arrival.sent_s, 1e-9)
+    anchor = not chunk.residual_bytes and not chunk.exact_bytes
     result.timeline.add(
-      _PHASES[chunk.stream],
+      _PHASES[Stream.ANCHOR if anchor else chunk.stream],
       arrival.sent_s,
       arrival.arrived_s,
       token_chunk=chunk.token_chunk,
@@ -663,7 +669,10 @@ class Engine:
   def _advance(self, entry: _Entry) -> None:
     """Starts a slot whose Anchor is there, or ends its drafting."""
     if entry.result.state is State.RECEIVING:
-      if not entry.progress.anchor_complete or entry.token is None:
+      ready = entry.progress.anchor_complete
+      if self.config.order is Order.LAYERS:
+        ready = entry.progress.layer_groups > 0
+      if entry.token is None or not ready:
         return
       assert entry.slot is not None
       self._start(
@@ -674,7 +683,7 @@ class Engine:
         sampling=entry.request.sampling,
       )
       entry.result.state = State.DRAFTING
-      if self._drafts(entry.target):
+      if self._drafts(entry.target) and self._room(entry):
         self._draft([entry])
     drafting = entry.result.state is State.DRAFTING and entry.verifying is None
     if drafting and entry.progress.complete:
@@ -702,6 +711,8 @@ class Engine:
 
   def _room(self, entry: _Entry) -> bool:
     """Whether the slot may draft more; the device checks the same limits."""
+    if not entry.progress.anchor_complete:
+      return False
     result = entry.result
     pending = len(result.shown) - len(result.tokens)
     left = entry.request.output_tokens - len(result.tokens)
@@ -752,7 +763,8 @@ class Engine:
         self._params,
         self._slots,
         self._mask([entry]),
-        target=entry.target,
+        1 if entry.request.form is Form.PLAIN else None,
+        entry.target,
       )
     if landed == entry.verifying.groups:
       return False
@@ -775,8 +787,10 @@ class Engine:
     have landed keep it busy until the rest is there, or nothing is left to
     draft.
     """
-    if not self.config.layer_ready or entry.request.form is not Form.VERIFY:
+    if not self.config.layer_ready:
       return False
+    if entry.request.form is Form.PLAIN:
+      return not entry.progress.anchor_complete  # else it is as fast at once
     if not self._room(entry):
       return True
     if self.costs is None:
@@ -789,13 +803,17 @@ class Engine:
 
   def _decode(self, entries: list[_Entry], form: Form, target: Target) -> None:
     start_s = time.monotonic()
-    arguments = self._params, self._cache, self._slots, self._mask(entries)
     backlog = any(len(e.result.shown) > len(e.result.tokens) for e in entries)
     drafts = 0 if backlog else self._draft_tokens(entries, target)
+    proposes = self.config.drafter is Drafter.PROMPT_LOOKUP
+    if proposes and form is Form.VERIFY and not backlog:
+      drafts = self._propose(entries)
+    arguments = self._params, self._cache, self._slots, self._mask(entries)
     looks_up = self._looks_up(entries)
+    plain = drafts == 0 and (backlog or looks_up or not self._drafts(target))
     if form is Form.PLAIN:
       changed = self._decoder.verify(*arguments, rows=1, target=target)
-    elif drafts == 0 and (backlog or looks_up or not self._drafts(target)):
+    elif proposes or plain:
       changed = self._decoder.verify(*arguments, target=target)
     else:
       adapts = self.config.draft_tokens is None
@@ -803,6 +821,22 @@ class Engine:
       changed = self._decoder.rounds(*arguments, drafts, most, target)
     self._cache, self._slots = changed
     self._read(entries, Phase.VERIFY, start_s, draft_tokens=drafts)
+
+  def _propose(self, entries: list[_Entry]) -> int:
+    """Gives slots the drafts that their texts hold; returns the most of one."""
+    most = self.config.verify_rows - 1
+    if self.config.draft_tokens is not None:
+      most = self.config.draft_tokens
+    tokens = np.zeros((self.config.slots, self.config.verify_rows), np.int32)
+    counts = np.zeros(self.config.slots, np.int32)
+    longest = 0
+    for entry in entries:
+      found = prompt_lookup.propose(entry.prompt, entry.result.tokens, most)
+      tokens[entry.slot, : len(found)] = found
+      counts[entry.slot] = len(found)
+      longest = max(longest, len(found))
+    self._slots = _PROPOSE(self._slots, tokens, counts)
+    return longest
 
   def _looks_up(self, entries: list[_Entry]) -> bool:
     """Whether somebody waits for more than the end of these requests."""

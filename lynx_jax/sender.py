@@ -414,7 +414,7 @@ class Sender(Generic[Wire]):
     job.critical += [
       (ready_s, chunk.bytes)
       for chunk in chunks
-      if chunk.stream is Stream.ANCHOR
+      if chunk.stream is Stream.ANCHOR or chunk.anchor_bytes
     ]
     self._put(job, chunks, ready_s)
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from lynx_jax import programs
-from lynx_jax.config import CodecConfig, EngineConfig, TensorCodec
+from lynx_jax.config import CodecConfig, Drafter, EngineConfig, TensorCodec
 from lynx_jax.engine import Engine, Request
 from lynx_jax.models import presets
 from lynx_jax.models.transformer import Transformer
@@ -52,10 +52,15 @@ def compiled():
 
 
 @pytest.mark.parametrize(
-  'planes, exact', [((4, 4), False), ((8,), False), ((8,), True)]
+  'planes, exact, drafter',
+  [
+    ((4, 4), False, Drafter.ANCHOR),
+    ((8,), False, Drafter.PROMPT_LOOKUP),
+    ((8,), True, Drafter.ANCHOR),
+  ],
 )
 def test_warm_up_compiles_the_table_and_requests_nothing(
-  planes, exact, compiled
+  planes, exact, drafter, compiled
 ):
   to = jax.devices()[0]
   model = Transformer(presets.tiny(head_dim=16), rngs=nnx.Rngs(params=0))
@@ -73,6 +78,7 @@ def test_warm_up_compiles_the_table_and_requests_nothing(
     verify_rows=4,
     backlog_tokens=8,
     chunk_bytes=4096,
+    drafter=drafter,
   )
   jax.clear_caches()
   with Engine(
@@ -107,6 +113,8 @@ def test_warm_up_compiles_the_table_and_requests_nothing(
       expected['rounds'] = 1
     if exact:
       expected['exact'] = 13
+    if drafter is Drafter.PROMPT_LOOKUP:
+      expected['propose'] = 1
     assert found == expected
     table = _DOCS.read_text(encoding='utf-8')
     assert all(f'`{name}`' in table for name in found)

@@ -111,6 +111,7 @@ SETUPS = {
   'coarse': setup((2, 2, 4), layer_groups=1),
   'interleaved': setup((4, 4), order=Order.INTERLEAVED),
   'int8': setup((8,)),
+  'layers': setup((8,), order=Order.LAYERS),
   # One slot, whose prompts have one group at most; a unit a chunk.
   'int4': setup(
     (4,),
@@ -212,6 +213,7 @@ class Bench:
     assert set(changes) <= {
       'draft_tokens',
       'backlog_tokens',
+      'drafter',
       'layer_ready',
       'sharpen',
     }
@@ -320,7 +322,8 @@ def bench(name: str) -> Bench:
 
 def in_one_worker(name: str):
   """Returns a pytest parameter: tests of one engine share its programs."""
-  group = 'lynx' if name == 'interleaved' else name  # of the same shapes
+  # Those of the same shapes.
+  group = {'interleaved': 'lynx', 'layers': 'int8'}.get(name, name)
   return pytest.param(name, marks=pytest.mark.xdist_group(group))
 
 

@@ -6,6 +6,7 @@ every form and whatever else shares the pass. Then engines under random
 arrivals, draft lengths, batches, prompt lengths and ends.
 """
 
+import collections
 import dataclasses
 import functools
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from lynx_jax import config as config_lib
 from lynx_jax import kv_cache, programs
+from lynx_jax.config import Drafter
 from lynx_jax.engine import Costs, Form, Mode, Request, Target
 from lynx_jax.models import cached
 from lynx_jax.speculative import decode
@@ -46,7 +48,7 @@ FORMS = [
     ('bfloat16', Target.EXACT, 'bfloat16'),
   )
 ]
-PLAIN = ('lynx', 'dense')
+PLAIN = ('lynx', 'dense', 'layers')
 ROWS, SLOTS = SETUP.config.verify_rows, SETUP.config.slots
 
 
@@ -232,6 +234,7 @@ def _batches(draw, name):
       'backlog_tokens': draw(st.integers(1, setup.config.backlog_tokens)),
       'layer_ready': draw(st.booleans()),
       'sharpen': draw(st.booleans()),
+      'drafter': draw(st.sampled_from(Drafter)),
       # As if verification took for ever: it begins with the first layer group.
       'costs': draw(st.sampled_from([None, Costs(1.0, 1e9, 1.0)])),
     },
@@ -244,12 +247,11 @@ def _batches(draw, name):
 @pytest.mark.parametrize('name', [*map(engines.in_one_worker, engines.SETUPS)])
 def test_committed_tokens_are_the_reference(name):
   bench = engines.bench(name)
-  drafted = accepted = 0
+  drafted, accepted = collections.Counter(), collections.Counter()
 
   @hypothesis.settings(deadline=None, max_examples=12)
   @hypothesis.given(_batches(name))
   def check(batch):
-    nonlocal drafted, accepted
     requests, policy, script, end_at, seed = batch
     full = [
       bench.reference(
@@ -273,16 +275,19 @@ def test_committed_tokens_are_the_reference(name):
       assert not set(ends) & set(tokens[:-1])
       if len(tokens) < request.output_tokens:
         assert tokens[-1] in ends
-      drafted, accepted = drafted + result.drafted, accepted + result.accepted
+      drafted[policy['drafter']] += result.drafted
+      accepted[policy['drafter']] += result.accepted
 
   check()
-  if name in ('int8', 'int4', 'dense', 'short'):
-    assert drafted == 0
+  if name in ('int8', 'layers', 'int4', 'dense', 'short'):
+    assert drafted[Drafter.ANCHOR] == 0
   else:
-    assert accepted > 0
+    assert accepted[Drafter.ANCHOR] > 0
+  if name in ('int8', 'dense'):
+    assert 0 < accepted[Drafter.PROMPT_LOOKUP] < drafted[Drafter.PROMPT_LOOKUP]
   if name in ('lynx', 'coarse', 'interleaved', 'mixed', 'exact'):
     # Else the drafts were never wrong, and the test could not fail.
-    assert accepted < drafted
+    assert accepted[Drafter.ANCHOR] < drafted[Drafter.ANCHOR]
 
 
 @pytest.mark.xdist_group('exact')
@@ -299,9 +304,11 @@ def test_the_exact_reference_is_that_of_bfloat16():
 
 
 @pytest.mark.parametrize('seed', range(4))
-@pytest.mark.xdist_group('lynx')
-def test_a_verification_that_begins_early_commits_the_reference(seed):
-  bench = engines.bench('lynx')
+@pytest.mark.parametrize(
+  'name', [engines.in_one_worker('lynx'), engines.in_one_worker('layers')]
+)
+def test_a_verification_that_begins_early_commits_the_reference(name, seed):
+  bench = engines.bench(name)
   lengths = [200, 150, 97, 200]
   expected = [bench.reference(engines.prompt(n)) for n in lengths]
   bench.configure(
@@ -325,12 +332,11 @@ def test_a_verification_that_begins_early_commits_the_reference(seed):
 
 
 def _began_early(result) -> bool:
-  """Whether a verification began before the Residual was whole."""
+  """Whether a verification began before the last byte was there."""
   starts = [
     event.start_s
     for event in result.timeline.events()
     if event.name == Phase.VERIFY
   ]
-  return bool(
-    starts and result.residual_s is not None and starts[0] < result.residual_s
-  )
+  last_s = result.residual_s or result.anchor_s
+  return bool(starts and last_s is not None and starts[0] < last_s)

@@ -25,6 +25,7 @@ stop = jax.jit(slots_lib.stop)
 next_draft = jax.jit(slots_lib.next_draft)
 append_draft = jax.jit(slots_lib.append_draft)
 accept = jax.jit(slots_lib.accept)
+propose = jax.jit(slots_lib.propose)
 
 
 @dataclasses.dataclass
@@ -287,3 +288,13 @@ def test_slots_start_ended():
   # A donated argument may not occur twice.
   pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
   assert len(set(pointers)) == len(pointers)
+
+
+def test_proposals_become_drafts_and_leave_other_slots_alone():
+  slots = _slots(Slot(), Slot(drafts='xy'), Slot())
+  tokens = _targets('abc', '???', 'de')
+  slots = propose(slots, tokens, np.asarray([3, 0, 1], np.int32))
+  assert [_host(slots, i).drafts for i in range(3)] == ['abc', 'xy', 'd']
+  slots = accept(slots, _targets('abz', 'xyw', 'pq'), np.ones(3, bool), ENDS)
+  assert [_host(slots, i).out for i in range(3)] == ['1abz', '1xyw', '1p']
+  assert [_rounds(slots, i) for i in range(3)] == [[(3, 2)], [(2, 2)], [(1, 0)]]

@@ -215,8 +215,10 @@ def test_manifest_holds_every_unit_once_within_its_limits(
     assert chunk.layer_group == min(u.layer_group for u in inside)
     if wire.engine.order is config.Order.ANCHOR_FIRST:
       assert {u.stream for u in inside} == {chunk.stream}
-    else:
+    elif wire.engine.order is config.Order.INTERLEAVED:
       assert chunk.stream is streams.Stream.ANCHOR
+    else:
+      assert chunk.stream is streams.Stream.RESIDUAL
     for part in chunk.slices:
       kind = part.segment, part.plane, part.layer_group
       assert len(part.layers) in counts[kind]
@@ -314,9 +316,8 @@ def test_progress_in_any_order(recipe, prompt_tokens, seed):
   for number in range(len(chunks) + 1):
     assert progress.complete == (not left)
     assert progress.anchor_complete == all(u[1] for u in left)
-    residual = [u[2] for u in left if u[1]]
     assert progress.layer_groups == min(
-      residual, default=len(wire.layer_counts)
+      (u[2] for u in left), default=len(wire.layer_counts)
     )
     for layer_group, tokens in enumerate(progress.residual_tokens):
       missing = [u[4] for u in left if u[1] and u[2] == layer_group]
@@ -360,7 +361,7 @@ def test_progress_of_an_exact_target_in_any_order(prompt_tokens, seed):
     left = [(c, u) for c in chunks for u in c.units()]
     assert progress.complete == (not left)
     assert progress.layer_groups == min(
-      (u.layer_group for _, u in left if u.stream is not anchor), default=2
+      (u.layer_group for _, u in left), default=2
     )
     for string in strings:
       needed = [

@@ -12,6 +12,7 @@ from experiments import drawing, selection
 from experiments.drawing import Drawing
 from experiments.figures import (
   acceptance,
+  cells,
   rate,
   split,
   steps,
@@ -45,3 +46,22 @@ def draw(traces: Sequence[Trace], runs: Sequence[Record] = ()) -> list[Drawing]:
     found.append(acceptance.draw(traces, runs, styles))
     found.append(rate.draw(traces, styles))
   return [one for one in found if one is not None]
+
+
+def draw_rows(
+  rows: Sequence[cells.Row], heatmaps: Sequence[str]
+) -> list[Drawing]:
+  """Draws every figure of an ablation for which there are data.
+
+  Args:
+    rows: of `cell_rows.form`.
+    heatmaps: figures of rows that are drawn over every two fields.
+  """
+  traces = [*map(Trace, rows)]
+  with drawing.look():
+    return [
+      *cells.draw_rows(rows, traces),
+      *cells.draw_rates(rows, traces),
+      *cells.draw_pareto(rows, traces),
+      *cells.draw_heatmaps(rows, traces, heatmaps),
+    ]

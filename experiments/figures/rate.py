@@ -132,11 +132,7 @@ def _draw_points(
   styles: Mapping[str, Style],
 ) -> None:
   fastest = max(point.gbps for point in points)
-  unit, factor = next(
-    (unit, factor)
-    for unit, factor in (('Gbit/s', 1), ('Mbit/s', 1e3), ('kbit/s', 1e6))
-    if fastest * factor >= 1 or unit == 'kbit/s'
-  )
+  unit, factor = drawing.unit_of(fastest)
   names = list(dict.fromkeys(point.scheme for point in points))
   starts: list[tuple[float, float, str]] = []
   for i, name in enumerate(names):

@@ -163,6 +163,27 @@ def append_draft(
   )
 
 
+def propose(
+  slots: Slots, tokens: Int32[Array, 'B T'], counts: Int32[Array, 'B']
+) -> Slots:
+  """Returns the slots with the first `counts` of `tokens` as their drafts.
+
+  Slots with a count of 0 are left as they are.
+
+  Args:
+    slots: without drafts where `counts` is positive.
+    tokens: proposals, at most D a slot.
+    counts: how many of them hold.
+  """
+  here = _index(tokens.shape[1]) < counts[:, None]
+  drafts = slots.drafts.at[:, : tokens.shape[1]].set(
+    jnp.where(here, tokens, slots.drafts[:, : tokens.shape[1]])
+  )
+  return dataclasses.replace(
+    slots, drafts=drafts, n_drafts=jnp.where(counts > 0, counts, slots.n_drafts)
+  )
+
+
 def accept(
   slots: Slots,
   targets: Int32[Array, 'B T'],

@@ -48,17 +48,20 @@ class Progress:
     end = wire.codec.prefix_end(prompt_tokens)
     groups = end // self._group
     blocks = math.ceil((prompt_tokens - end) / TAIL_BLOCK)
-    self._anchor_left = wire.model.layers * blocks
+    # By layer group: sinks, plane 0 and blocks of the tail still missing.
+    self._anchor_left = [layers * blocks for layers in wire.layer_counts]
     # [layer group][group of tokens]: units of planes 1.. still missing
     self._residual_left = []
     for layer_group, layers in enumerate(wire.layer_counts):
       sent = [0] * groups  # layers that send a group
       for layer in range(layers):
-        self._anchor_left += wire.has_sinks(layer_group, layer, prompt_tokens)
+        self._anchor_left[layer_group] += wire.has_sinks(
+          layer_group, layer, prompt_tokens
+        )
         first = wire.first_group(layer_group, layer, prompt_tokens)
         for index in range(first, groups):
           sent[index] += 1
-      self._anchor_left += sum(sent)
+      self._anchor_left[layer_group] += sum(sent)
       planes = wire.planes(layer_group)
       self._residual_left.append([count * (planes - 1) for count in sent])
     self._leading = [0] * len(wire.layer_counts)
@@ -86,11 +89,12 @@ class Progress:
       )
     if key in self._landed:
       raise DuplicateChunk(f'{key} has landed before')
-    anchor = exact = 0
+    exact = 0
+    anchor = [0] * len(self._anchor_left)
     residual: dict[tuple[int, int], int] = {}
     for unit in chunk.units():
       if unit.stream is Stream.ANCHOR:
-        anchor += 1
+        anchor[unit.layer_group] += 1
       elif unit.stream is Stream.EXACT:
         exact += 1
       else:
@@ -104,29 +108,27 @@ class Progress:
     if exact:
       self._pages[string] = chunk.pages
       self._pages_landed[string] += exact
-    self._anchor_left -= anchor
+    for layer_group, count in enumerate(anchor):
+      self._anchor_left[layer_group] -= count
     for (layer_group, index), count in residual.items():
       self._residual_left[layer_group][index] -= count
     self._advance()
 
   @property
   def anchor_complete(self) -> bool:
-    return self._anchor_left == 0
+    return not any(self._anchor_left)
 
   @property
   def complete(self) -> bool:
-    return self.anchor_complete and self.layer_groups == len(self._leading)
+    return self.layer_groups == len(self._leading)
 
   @property
   def layer_groups(self) -> int:
-    """Leading layer groups of which all that the target needs has landed.
-
-    Like `residual_tokens` it says nothing about the Anchor.
-    """
+    """Leading layer groups of which all that the target needs has landed."""
     missing = {group for group, _ in self._missing_strings()}
     count = 0
     for lead, left in zip(self._leading, self._residual_left, strict=True):
-      if lead < len(left) or count in missing:
+      if lead < len(left) or count in missing or self._anchor_left[count]:
         break
       count += 1
     return count
@@ -182,7 +184,10 @@ class Progress:
     return tuple(lead * self._group for lead in self._leading)
 
   def _check_missing(self, key, anchor, residual) -> None:
-    fits = anchor <= self._anchor_left
+    fits = all(
+      count <= left
+      for count, left in zip(anchor, self._anchor_left, strict=True)
+    )
     for (layer_group, index), count in residual.items():
       left = self._residual_left
       fits = fits and (

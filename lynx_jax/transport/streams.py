@@ -169,7 +169,8 @@ class Chunk:
     key: its identity. A retry of the same chunk has the same key; a new try of
       the whole request has a higher `generation`.
     stream: its class of priority. With `Order.INTERLEAVED` it is ANCHOR even
-      where Residual units travel along; the two byte counts stay true.
+      where Residual units travel along, and with `Order.LAYERS` it is RESIDUAL
+      where Anchor units do; the two byte counts stay true.
     layer_group: that of its first unit.
     slices: its contents, in manifest order of their first units.
     anchor_bytes, residual_bytes, exact_bytes: payload by the stream of its
@@ -438,6 +439,8 @@ class WireFormat:
     units = list(self._units(pattern))
     if self.engine.order is config.Order.INTERLEAVED:
       queues = {Stream.ANCHOR: units}
+    elif self.engine.order is config.Order.LAYERS:
+      queues = {Stream.RESIDUAL: units}  # which goes layer group by layer group
     else:
       queues = {s: [u for u in units if u.stream is s] for s in _NESTED}
     unit_bytes = functools.cache(self.unit_bytes)
