@@ -14,8 +14,8 @@ Published benchmarks, from files that you have:
       --config.fidelity.longbench_config=CONFIG --config.fidelity.ruler=DATA
 
 Cost: the parts on the shipped prompts took 10 minutes and 27 synthetic prompts
-of 512 and 1,024 tokens 7, on 2 cores that two other programs shared, with 3 GB
-of memory; 18 more of 1,984 tokens are not timed. Expected: the answers of int8
+of 512 and 1,024 tokens 7, on 2 cores that two other programs shared; 15 more of
+1,984 tokens are not timed. Expected: the answers of int8
 and lynx are those of bf16 on all synthetic prompts; lynx_exact equals bf16 in
 every figure.
 """
