@@ -9,6 +9,7 @@
 #   make fidelity  how far each scheme's output is from bf16's (15 minutes)
 #   make peers     published codes beside ours, by their formulas (10 minutes)
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
+#   make pod-compile  the programs of 8B and 70B models for slices of TPU chips
 #   make notebook  executes experiments/lynx_colab.ipynb (2 minutes)
 #   make figures   redraws the figures of README and docs, compares numbers
 #   make docs      writes what is generated in README and docs
@@ -55,8 +56,9 @@ TRANSPORT_DIR ?= runs/transport
 NOTEBOOK_DIR ?= runs/notebook
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency plan ablation fidelity peers equivalence-study transport-study
-.PHONY: test lint format lock clean setup setup-test notebook figures docs
+.PHONY: help demo latency plan ablation fidelity peers equivalence-study
+.PHONY: transport-study pod-compile notebook figures docs
+.PHONY: test lint format lock clean setup setup-test
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -90,6 +92,9 @@ peers: $(STAMPS)/run
 
 transport-study: $(STAMPS)/run
 	$(RUN) -m experiments.transport_study --workdir='$(TRANSPORT_DIR)'
+
+pod-compile: $(STAMPS)/test
+	$(RUN) -m experiments.pod_compile
 
 notebook: $(STAMPS)/test
 	$(RUN) -m experiments.notebook --workdir='$(NOTEBOOK_DIR)'

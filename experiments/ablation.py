@@ -68,9 +68,9 @@ def run(
     mine = everything
     _merge(study.merge, {c.key for c in mine} - {*known}, writer, screen)
   else:
-    missing = [cell for cell in mine if cell.key not in known]
-    screen.note(f'{len(mine)} cells, of which {len(missing)} are to be run')
-    _run(missing, writer, screen)
+    ahead = {cell.key: cell for cell in mine if cell.key not in known}
+    screen.note(f'{len(mine)} cells, of which {len(ahead)} are to be run')
+    _run([*ahead.values()], writer, screen)
   records = [*results.read(writer.path)]
   known, rows = (
     cell_rows.finished(records),

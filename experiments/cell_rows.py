@@ -314,7 +314,7 @@ def summaries(
 ) -> list[dict[str, Any]]:
   """Forms the `summary` records: what must hold in every cell."""
   found, ended = form(records, cells), last(records)
-  keys = [cell.key for cell in cells]
+  keys = dict.fromkeys(cell.key for cell in cells)
   mine = [ended[key] for key in keys if key in ended]
   done = [detail for detail in mine if 'error' not in detail]
   ratios = [

@@ -67,14 +67,14 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
   )
   changes = _changes(values)
   fields = dict.fromkeys(itertools.chain.from_iterable(changes))
-  cells: dict[str, Cell] = {}
+  cells: dict[Any, Cell] = {}
   for change in changes:
     name = ' '.join(f'{field}={value}' for field, value in change.items())
     try:
       cell = _cell(ground, name, change, fields)
     except ConfigError as error:
       raise ConfigError(f'ablation, cell {name}: {error}') from error
-    cells.setdefault(cell.key, cell)  # two texts may mean the same
+    cells.setdefault(cell.values, cell)
   return dataclasses.replace(
     config.settings(values),
     ablation=Ablation(

@@ -5,6 +5,7 @@ It knows no study but the one that it starts; `main` has its help.
 """
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -26,7 +27,7 @@ from experiments import (
   results,
   studies,
 )
-from lynx_jax.config import ConfigError
+from lynx_jax.config import ConfigError, require
 from lynx_jax.models.errors import WeightsError
 from lynx_jax.transport.streams import TransferError
 
@@ -34,6 +35,7 @@ from lynx_jax.transport.streams import TransferError
 Study = Callable[[config.Settings, results.Writer, display.Screen], None]
 
 USER_MISTAKE = 2
+_PREFLIGHT = 'preflight'  # a page, and no records
 PEER_LOST = 3
 CELLS_MISSING = 4
 _MOST_KEPT_BYTES = 1 << 30  # of compiled programs; the oldest go first
@@ -104,9 +106,12 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
     )
   if role is not None:
     role.security()  # a file that cannot be read shows before anything runs
+  if settings.study == _PREFLIGHT:
+    return _preflight(settings, role, argv)
   if role is not None and role.role is options.Role.PREFILL:
-    return _serve(settings, role)
+    return _serve(settings, role, _profile(own, settings, role))
   workdir = _workdir(own)
+  profile = _profile(own, settings, role)
   for file, _ in settings.prompts:
     prompts.read(file)  # a mistake shows before anything runs
   with results.Writer(workdir) as writer, display.screen() as screen:
@@ -121,7 +126,7 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
       )
     )
     if study is None:
-      study = _named_study(settings, role, argv)
+      study = _named_study(settings, role, argv, profile)
     missing = None
     try:
       study(settings, writer, screen)
@@ -137,12 +142,47 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
   return 0
 
 
-def _serve(settings: config.Settings, role: options.Options) -> int:
+def _preflight(
+  settings: config.Settings,
+  role: options.Options | None,
+  argv: Sequence[str],
+) -> int:
+  count = settings.cpu_devices
+  if role is not None:
+    prefills = role.role is options.Role.PREFILL
+    count = settings.prefill_mesh if prefills else settings.decode_mesh
+  _make_devices(count)
+  from experiments import preflight
+
+  with display.screen() as screen:
+    preflight.run(settings, role, argv, screen)
+  return 0
+
+
+def _profile(
+  own: flags.FlagValues,
+  settings: config.Settings,
+  role: options.Options | None,
+) -> str | None:
+  """Returns the folder of the trace that is asked for."""
+  if not own['profile'].value:
+    return None
+  require(
+    settings.study not in studies.MODULES,
+    f'--profile: study {settings.study!r} has no trace; leave it out',
+  )
+  folder = os.path.join(_workdir(own), 'profile')
+  return os.path.join(folder, role.role) if role else folder
+
+
+def _serve(
+  settings: config.Settings, role: options.Options, profile: str | None
+) -> int:
   _make_devices(settings.prefill_mesh)
   from experiments import roles
 
   with display.screen() as screen:
-    roles.serve(settings, role, screen)
+    roles.serve(settings, role, screen, profile=profile)
   return 0
 
 
@@ -150,6 +190,7 @@ def _named_study(
   settings: config.Settings,
   role: options.Options | None,
   argv: Sequence[str],
+  profile: str | None,
 ) -> Study:
   # JAX takes a second to import: mistakes in flags are told before.
   if settings.study in studies.MODULES:
@@ -164,13 +205,13 @@ def _named_study(
     _make_devices(settings.cpu_devices)
     from experiments import latency
 
-    return latency.run
+    return functools.partial(latency.run, profile=profile)
   _make_devices(settings.decode_mesh)  # the other side has its own
   from experiments import latency, roles
 
   def run(settings, writer, screen):
     with roles.remote(settings, role, argv, screen) as remote:
-      latency.run(settings, writer, screen, remote)
+      latency.run(settings, writer, screen, remote, profile=profile)
 
   return run
 
@@ -263,6 +304,9 @@ def _parse_flags(
   # Own flag values, so that a test or a notebook can parse more than once.
   values = flags.FlagValues()
   flags.DEFINE_string('workdir', None, 'Where results go.', flag_values=values)
+  flags.DEFINE_bool(
+    'profile', False, 'Writes an xprof trace.', flag_values=values
+  )
   options.define(values)
   config_flags.DEFINE_config_file(
     'config',

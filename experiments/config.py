@@ -499,7 +499,11 @@ class Cell:
 
   @property
   def key(self) -> str:
-    """A hash of what it measures, the same in every process."""
+    """A hash of what it measures, the same in every process.
+
+    Cells that differ in nothing that is measured, such as INT8 with other
+    planes for Lynx, share it and one result.
+    """
     same = [(name, getattr(self.settings, name)) for name in _MEASURED]
     return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
 

@@ -2,6 +2,7 @@
 """Costs of the kernels by the TPU compiler's own counts; no TPU is needed.
 
   python -m experiments.kernel_costs            # about 15 minutes on 2 cores
+  python -m experiments.kernel_costs --resume   # goes on where one was stopped
   python -m experiments.kernel_costs --cells attention_anchor,v5e,128
 
 updates `experiments/kernel_costs.json` and fails if a figure there got worse by
@@ -31,12 +32,14 @@ from lynx_jax.config import TensorCodec
 from lynx_jax.pallas_kernels import merge_tpu, split_attention_tpu, split_kv_tpu
 
 FILE = pathlib.Path(__file__).with_name('kernel_costs.json')
+FINISHED = pathlib.Path('runs/kernel-costs.jsonl')  # cells of an unended run
 GROUP = 128
 TOLERANCE = 0.03
 COMPARED = ('bundles', 'spills', 'dma_bytes', 'vmem_bytes', 'cache_copies')
 PLANES = TensorCodec(planes=(4, 4))
 
 ATTENTION = {'attention_anchor': 1, 'attention_anchor_residual': 2}
+RAGGED = (1024, 3072, 9216, 32768)  # tokens of a batch's slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,11 +83,11 @@ def cells() -> list[Cell]:
       ]
       if generation == 'v4':
         continue
-      blocks = ((2048, 8), (4096, 8)) if heads > 1 else ((2048, 1), (8192, 1))
+      blocks = {64: (2048, 4096, 8192), 128: (2048, 4096), 256: (2048, 8192)}
       result += [
-        cell(kernel=kernel, block=b, block_heads=h)
+        cell(kernel=kernel, block=block, block_heads=heads)
         for kernel in ATTENTION
-        for b, h in blocks
+        for block in blocks[head_dim]
       ]
       many = split_attention_tpu.BlockSizes.default(
         generation, head_dim=head_dim, query_rows=64
@@ -111,9 +114,7 @@ def measure(cell: Cell) -> dict:
   fn, arguments, name = _build(cell)
   report = tpu_compiler.compile_for(cell.generation, fn, *arguments)
   (kernel,) = (k for k in report.kernels if k.name.startswith(name))
-  steps = math.ceil(cell.tokens / cell.block) * (
-    cell.kv_heads // cell.block_heads
-  )
+  steps = _steps(dataclasses.asdict(cell), cell.tokens)
   per_step = sum(kernel.bundles[1:])
   for bundles, trips in zip(kernel.loops, _trips(cell, kernel), strict=True):
     per_step += bundles * (trips - 1)
@@ -136,11 +137,19 @@ def measure(cell: Cell) -> dict:
   }
 
 
+def _steps(cell, tokens):
+  """Returns the grid steps for a slot of so many tokens."""
+  heads = cell['kv_heads'] // cell['block_heads']
+  return math.ceil(tokens / cell['block']) * heads
+
+
 def _trips(cell, kernel):
   """Returns how often every loop inside a grid step runs in a usual step."""
-  # The first starts copies. Where query rows are many there is another, of all
-  # heads but one (`many_rows_tpu`).
-  return [1, cell.block_heads - 1][: len(kernel.loops)]
+  # The first starts copies. Where query rows are many there is another, of
+  # some heads a turn, of which the first are scored before it
+  # (`many_rows_tpu`). A loop of one turn is none.
+  turns = cell.block_heads // _block_sizes(cell).ahead(cell.block_heads)
+  return [1, turns - 1][: len(kernel.loops)]
 
 
 def _block_sizes(cell):
@@ -291,6 +300,33 @@ def add_speedups(records: list[dict]) -> None:
       record['speedup_over_xla'] = round(xla / cost, 3)
 
 
+def ragged_speedup(records: list[dict], generation: str) -> float:
+  """Returns the speed-up over bf16 for a batch of ragged slots, projected.
+
+  Of the Anchor at head dim 128, 4 rows and blocks of 2048, for slots of
+  `RAGGED` tokens. A step costs the larger of its bundles and its bytes; a
+  slot's last block is read whole.
+  """
+
+  def cycles(record):
+    steps = functools.partial(_steps, record)
+    floor_cycles = record['floor_cycles'] / steps(record['tokens'])
+    return sum(map(steps, RAGGED)) * max(record['bundles'], floor_cycles)
+
+  def least(kernel, blocks):
+    return min(
+      cycles(r)
+      for r in records
+      if r['kernel'] == kernel
+      and (r['generation'], r['head_dim'], r['query_rows'])
+      == (generation, 128, 4)
+      and r['block'] <= blocks
+    )
+
+  anchor = least('attention_anchor', 2048)
+  return least('attention_bf16', RAGGED[-1]) / anchor
+
+
 def regressions(new: dict, old: dict) -> collections.abc.Iterator[str]:
   """Yields what of `new` is worse than `old` by more than the tolerance."""
   for name in COMPARED:
@@ -332,27 +368,55 @@ def table(records: list[dict]) -> str:
   return '\n'.join(lines)
 
 
+def _measure_each(chosen):
+  """Yields the record of every cell, and writes down at once what is new."""
+  finished = {}
+  if FINISHED.exists():
+    lines = FINISHED.read_text(encoding='utf-8').splitlines()
+    finished = {key(r): r for r in map(json.loads, lines)}
+  FINISHED.parent.mkdir(exist_ok=True, parents=True)
+  for cell in chosen:
+    record = finished.get(cell.key)
+    if record is None:
+      record = measure(cell)
+      with FINISHED.open('a', encoding='utf-8') as file:
+        file.write(json.dumps(record) + '\n')
+    yield record
+
+
 def main(arguments=None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument(
     '--cells', default='', help='only cells with these words: kernel,v5e,128'
   )
-  words = [w for w in parser.parse_args(arguments).cells.split(',') if w]
+  parser.add_argument(
+    '--resume',
+    action='store_true',
+    help='keep the cells that an interrupted run of the same code finished',
+  )
+  options = parser.parse_args(arguments)
+  words = [w for w in options.cells.split(',') if w]
   chosen = [c for c in cells() if set(words) <= set(map(str, c.key))]
-  old, records, worse = load(), [], []
-  for cell in chosen:
-    records.append(measure(cell))
+  if not options.resume:
+    FINISHED.unlink(missing_ok=True)
+  old, measured, worse = load(), {}, []
+  for cell, record in zip(chosen, _measure_each(chosen), strict=True):
+    measured[cell.key] = record
     found = old.get(cell.key)
-    for line in regressions(records[-1], found) if found else ():
+    for line in regressions(record, found) if found else ():
       worse.append(f'{cell}: {line}')
-    print(table(records[-1:]).split('\n')[1], flush=True)
-  measured = {key(r): r for r in records}
-  current = {cell.key for cell in cells()}
-  kept = {k: r for k, r in old.items() if words and k in current}
-  records = list((kept | measured).values())
+    print(table([record]).split('\n')[1], flush=True)
+  merged = (old if words else {}) | measured
+  records = [merged[c.key] for c in cells() if c.key in merged]
   add_speedups(records)
   FILE.write_text(json.dumps(records, indent=1) + '\n', encoding='utf-8')
+  FINISHED.unlink(missing_ok=True)
   print(table([r for r in records if key(r) in measured]))
+  if not words:
+    print(f'Anchor, head dim 128, slots of {RAGGED} tokens, over bf16:')
+    for name in tpu_compiler.CHIPS:
+      if name != 'v4':  # it multiplies no int8
+        print(f'  {name}: {ragged_speedup(records, name):.2f}')
   print('Bundles, spills, VMEM: compiled. Costs, speed-ups: projected, at')
   for name, chip in tpu_compiler.CHIPS.items():
     print(f'  {name}: {chip.clock_ghz} GHz, {chip.hbm_gbyte_s} GB/s')

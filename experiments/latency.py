@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import random
 import statistics
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from experiments import (
   display,
   lossless,
   planner,
+  profiling,
   prompts,
   results,
   serving,
@@ -42,8 +44,11 @@ def run(
   screen: display.Screen,
   remote: serving.Remote | None = None,
   model: serving.Model | None = None,
+  profile: str | os.PathLike[str] | None = None,
 ) -> None:
   """Runs the study and writes its records; prefill may run elsewhere.
+
+  Into `profile` goes a trace of the first repeat of the first prompt and link.
 
   For every prompt and link, each repeat runs all schemes in random order.
   Baselines run in plain form, which shows their TTFT at its best. In the last
@@ -97,7 +102,9 @@ def run(
     with programs.counting() as counts:
       for case in plan.cases:
         for repeat in range(settings.repeats):
-          study.pair(case, repeat, references[case.prompt])
+          with profiling.trace(profile):
+            study.pair(case, repeat, references[case.prompt])
+          profile = None
       study.count(counts)
     study.accept()
     constants = study.constants()

@@ -30,6 +30,10 @@ an emulated link or, with --config.link.emulated=False, over the real one:
     --certificate=PEM --key=PEM       TLS of the control channel, on either
     --authority=PEM                   side; payloads are not encrypted
 
+--profile writes an xprof trace of the first request of every scheme into
+WORKDIR/profile, with phases named as in the report; with a --role, each process
+into a folder of its own there. docs/pods.md says how to read it.
+
 Compiled programs are kept in ~/.cache/lynx_jax for the next run.
 JAX_COMPILATION_CACHE_DIR=DIR moves that, JAX_ENABLE_COMPILATION_CACHE=false
 keeps none.

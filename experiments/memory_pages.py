@@ -8,6 +8,7 @@ allocated.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from lynx_jax import handshake, kv_cache
 from lynx_jax.codec import PackedTensor
 from lynx_jax.config import CodecConfig, EngineConfig, ModelConfig
 from lynx_jax.models import cached, presets, transformer
-from lynx_jax.transport.streams import WireFormat
+from lynx_jax.transport.streams import DENSE_BYTES, WireFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,12 +78,15 @@ def decode_bytes(case: Case) -> dict[str, int]:
 def prefill_bytes(case: Case) -> dict[str, int]:
   """Returns what a prefill side holds for one peer, and its weights."""
   wire = WireFormat(case.model, _CODEC, case.engine)
-  split = wire.stream_bytes(case.prompt_tokens).total
+  size, model = case.engine.token_chunk, case.model
+  tokens = math.ceil(case.prompt_tokens / size) * size
+  computed = tokens * 2 * model.layers * model.kv_heads * model.head_dim
+  computed *= DENSE_BYTES
   everything = handshake.sender_bytes(wire, _WINDOW_BYTES)
   return {
     'weights': weight_bytes(case.model),
-    'keys and values as computed, bfloat16': everything - split - _WINDOW_BYTES,
-    'keys and values as split': split,
+    'keys and values as computed, bfloat16': computed,
+    'keys and values as split': everything - computed - _WINDOW_BYTES,
     'published and not landed, at most': _WINDOW_BYTES,
   }
 

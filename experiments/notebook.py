@@ -9,6 +9,7 @@ this leaves the notebook with its outputs. It knows nothing of what cells do.
 
 import argparse
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -76,7 +77,8 @@ def execute(workdir: pathlib.Path) -> float:
   try:
     client.execute()
   except CellExecutionError as error:
-    raise RuntimeError(str(error)) from error
+    plain = re.sub(r'\x1b\[[\d;]*m', '', str(error))  # a log has no colours
+    raise RuntimeError(plain) from error
   finally:
     nbformat.write(notebook, workdir / FILE.name)
   return time.monotonic() - start_s

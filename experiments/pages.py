@@ -53,11 +53,13 @@ class Study:
     command: makes them.
     minutes: what that takes on 2 CPU cores, after set-up; None was not timed.
     figures: file in docs/figures → name of the drawing.
+    requests: whether its requests are kept.
   """
 
   command: str
   minutes: int | None
   figures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  requests: bool = True
 
 
 STUDIES = {
@@ -78,6 +80,13 @@ STUDIES = {
     command='make notebook',
     minutes=2,
     figures={'split.png': 'split', 'steps.png': 'steps'},
+  ),
+  'plan': Study(
+    command='.venv/bin/python -m experiments.main '
+    '--config=configs/plan.py:runs/latency/results.jsonl --workdir=runs/plan',
+    minutes=10,
+    figures={'predicted.png': 'predicted'},
+    requests=False,
   ),
   'sampling': Study(
     command='.venv/bin/python -m experiments.sampling_study '
@@ -103,8 +112,8 @@ def pages() -> list[pathlib.Path]:
 def take(workdir: pathlib.Path) -> pathlib.Path:
   """Takes over the records of a finished run; its folder names the study.
 
-  Kept are requests, summaries and acceptance runs, and the events of those
-  requests that a timeline shows. Times are rounded to microseconds.
+  Kept are requests, summaries, what was measured besides, and the events of
+  those requests that a timeline shows. Times are rounded to microseconds.
 
   Returns:
     The file in docs/records.
@@ -119,13 +128,14 @@ def take(workdir: pathlib.Path) -> pathlib.Path:
       'the study that it holds'
     )
   records, _ = report.last_run(report.read(workdir / results.FILE))
-  shown = _in_timelines(records, STUDIES[name])
+  study, shown = STUDIES[name], _in_timelines(records, STUDIES[name])
   lines = [
     json.dumps(_rounded(record), separators=(',', ':'))
     for record in records
-    if record['kind'] != 'event'
-    or record['name'] in ('run', 'acceptance')
-    or record['request'] in shown
+    if record['kind'] == 'summary'
+    or (record['kind'] == 'request' and study.requests)
+    or record.get('name') in ('run', 'acceptance', 'compared')
+    or (record['kind'] == 'event' and record['request'] in shown)
   ]
   path = RECORDS / f'{name}.jsonl'
   path.parent.mkdir(exist_ok=True)
@@ -196,7 +206,7 @@ def draw(study: str) -> dict[str, bytes]:
 # --- Numbers ------------------------------------------------------------------
 
 _TIED = re.compile(
-  r'<!-- figures (?P<study>\w+): (?P<names>[^>]*?) -->\n+'
+  r'<!-- figures (?P<study>\w+):\s(?P<names>[^>]*?) -->\n+'
   r'(?P<text>(?:(?!\n\n).)+)',
   re.DOTALL,
 )

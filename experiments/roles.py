@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import logging
 
-from experiments import config, display, serving
+from experiments import config, display, profiling, serving
 from experiments.options import Options, Role
 from lynx_jax import handshake
 from lynx_jax.config import ConfigError, EngineConfig
@@ -83,24 +83,37 @@ def _fingerprint(model: serving.Model) -> str:
 
 
 def serve(
-  settings: config.Settings, options: Options, screen: display.Screen
+  settings: config.Settings,
+  options: Options,
+  screen: display.Screen,
+  *,
+  model: serving.Model | None = None,
+  profile: str | None = None,
 ) -> None:
   """Serves prefill for the study's schemes until it is told to end.
 
   SIGTERM lets peers finish what they have asked for; Ctrl-C does not.
 
+  Args:
+    settings: of the run.
+    options: of this process.
+    screen: for what is worth telling.
+    model: what it serves; None is that of the settings.
+    profile: where a trace of all that it serves goes; None makes none.
+
   Raises:
     ConfigError: the address cannot be bound, or model and schemes do not fit.
   """
   assert options.listen is not None
-  host, _ = _numeric(options.listen)
-  with screen.step(f'loading {settings.model_path}'):
-    model = serving.load(
-      settings.model_path,
-      settings.model_dtype,
-      (settings.prefill_mesh,),
-      settings.model_tokenizer,
-    )
+  host, _ = numeric(options.listen)
+  if model is None:
+    with screen.step(f'loading {settings.model_path}'):
+      model = serving.load(
+        settings.model_path,
+        settings.model_dtype,
+        (settings.prefill_mesh,),
+        settings.model_tokenizer,
+      )
   longest = max(tokens for _, tokens in settings.prompts)
   engine = dataclasses.replace(settings.engine, prompt_tokens=longest)
   int8 = config.scheme('int8', settings.codec)  # sets the rates
@@ -125,7 +138,8 @@ def serve(
   screen.note(f'{_SERVING}{host}:{server.port}')
   sys.stdout.flush()
   try:
-    server.drain(ends.get())
+    with profiling.trace(profile):
+      server.drain(ends.get())
   finally:
     server.close()
 
@@ -179,7 +193,7 @@ def remote(
 
 def _transfer_server(peer: str) -> object | None:
   """Starts a transfer server on the interface that leads to the peer."""
-  host, port = _numeric(peer)
+  host, port = numeric(peer)
   family = socket.AF_INET6 if ':' in host else socket.AF_INET
   try:
     with socket.socket(family, socket.SOCK_DGRAM) as route:
@@ -190,7 +204,7 @@ def _transfer_server(peer: str) -> object | None:
     return None
 
 
-def _numeric(address: str) -> tuple[str, int]:
+def numeric(address: str) -> tuple[str, int]:
   """Returns the numeric address and port of HOST:PORT.
 
   Raises:

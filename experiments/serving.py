@@ -6,6 +6,7 @@ It chooses no order of runs and forms no figure over several of them.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -101,20 +102,14 @@ def load(
     WeightsError: the model is not whole, or of another architecture.
     MissingPackageError: the extra `weights` is not installed.
   """
-  devices = tuple(jax.devices())
-  if len(devices) == 1 and sides == (1, 1):
-    sides = (1,)
-  require(
-    sum(sides) <= len(devices),
-    f'{" + ".join(map(str, sides))} devices (prefill_mesh, decode_mesh) are '
-    f'more than the {len(devices)} there are; take fewer, or on CPU more '
-    'cpu_devices',
-  )
+  first, *_ = devices(sides)
   tokenizer: Text
   if path == 'tiny':
-    model_config = presets.tiny(dtype=dtype)
     rngs = nnx.Rngs(params=0)
-    model, tokenizer = Transformer(model_config, rngs=rngs), Bytes()
+    model, tokenizer = (
+      Transformer(presets.tiny(dtype=dtype), rngs=rngs),
+      Bytes(),
+    )
   else:
     if path == 'smollm2':
       path = str(weights.find_packaged_gguf())
@@ -122,14 +117,41 @@ def load(
     # Before the weights, which take longer.
     words = paths.locate(tokenizer_path) if tokenizer_path else file
     tokenizer = Tokenizer.read(words)
-    model_config, model = weights.load(
-      file, dtype=dtype, placement=devices[: sides[0]]
-    )
-  first = _placed(model, devices[: sides[0]])
-  second = first
-  if len(sides) > 1:
-    second = _placed(first, devices[sides[0] : sum(sides)])
-  return Model(model_config, first, second, tokenizer)
+    _, model = weights.load(file, dtype=dtype, placement=first)
+  return on_sides(model, tokenizer, sides)
+
+
+def devices(sides: tuple[int, ...]) -> tuple[tuple[jax.Device, ...], ...]:
+  """Returns the devices of each side; see `load`.
+
+  Raises:
+    ConfigError: there are fewer.
+  """
+  found = tuple(jax.devices())
+  if len(found) == 1 and sides == (1, 1):
+    return found, found
+  require(
+    sum(sides) <= len(found),
+    f'{" + ".join(map(str, sides))} devices (prefill_mesh, decode_mesh) are '
+    f'more than the {len(found)} there are; take fewer, or on CPU more '
+    'cpu_devices',
+  )
+  ends = [*itertools.accumulate(sides)]
+  return tuple(
+    found[end - count : end] for end, count in zip(ends, sides, strict=True)
+  )
+
+
+def on_sides(
+  model: Transformer, tokenizer: Text, sides: tuple[int, ...]
+) -> Model:
+  """Places a model on the devices of each side; see `load`."""
+  first, *others = devices(sides)
+  placed = _placed(model, first)
+  other = placed
+  if others and others[0] != first:
+    other = _placed(placed, others[0])
+  return Model(model.config, placed, other, tokenizer)
 
 
 def _placed(model: Transformer, devices: Sequence[jax.Device]) -> Transformer:

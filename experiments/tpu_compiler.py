@@ -4,12 +4,14 @@
 It knows no kernel: any JAX function goes in. All figures are *compiled*.
 
 Import it before anything initialises libtpu, which reads its flags once. Only
-one process on a machine can use libtpu at a time.
+one process on a machine can use libtpu at a time; others wait.
 """
 
 import collections
 import collections.abc
 import dataclasses
+import fcntl
+import functools
 import json
 import math
 import os
@@ -19,10 +21,12 @@ import shutil
 import tempfile
 
 _DUMP = pathlib.Path(tempfile.mkdtemp(prefix='tpu_dump_'))
+_LOCK = pathlib.Path('/tmp/libtpu_lockfile')
+_OWN_FLAGS = os.environ.get('LIBTPU_INIT_ARGS', '')
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
 os.environ['LIBTPU_INIT_ARGS'] = ' '.join(
   (
-    os.environ.get('LIBTPU_INIT_ARGS', ''),
+    _OWN_FLAGS,
     f'--xla_jf_dump_to={_DUMP}',
     '--xla_jf_dump_llo_text=true',
     '--xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra|utilization',
@@ -125,8 +129,11 @@ class ModuleReport:
 
   Attributes:
     calls: of Pallas kernels, by name.
-    kernels: the different ones among them.
+    kernels: the different ones among them; `compile_module` reads none.
+    argument_bytes: HBM of its arguments, as the compiler lays them out.
+    result_bytes: HBM of results that take over no argument's.
     temp_bytes: HBM the module allocates besides arguments and results.
+    flops, bytes_accessed: the compiler's count, kernels left out.
     optimal_s: the compiler's own estimate for XLA fusions.
     copies: those of at least 1 MiB that it makes, as 'dtype[shape] opcode'.
     hlo: the optimised module.
@@ -134,10 +141,22 @@ class ModuleReport:
 
   calls: tuple[str, ...]
   kernels: tuple[KernelReport, ...]
+  argument_bytes: int
+  result_bytes: int
   temp_bytes: int
+  flops: float
+  bytes_accessed: float
   optimal_s: float
   copies: tuple[str, ...]
   hlo: str
+
+
+def write_no_listings() -> None:
+  """Halves the time to compile; before libtpu is loaded, and for good.
+
+  Nothing is then known of kernels: only `compile_module` can be used.
+  """
+  os.environ['LIBTPU_INIT_ARGS'] = _OWN_FLAGS
 
 
 def compile_for(
@@ -146,7 +165,21 @@ def compile_for(
   *args,
   **jit_options,
 ) -> ModuleReport:
-  """Compiles `fn` for one chip, or for several, and reads the dump.
+  """Compiles `fn`, and reads the listings of its kernels.
+
+  Args and errors are those of `compile_module`.
+  """
+  report = compile_module(generation, fn, *args, **jit_options)
+  return dataclasses.replace(report, kernels=tuple(_kernels(report.calls)))
+
+
+def compile_module(
+  generation: str,
+  fn: collections.abc.Callable,
+  *args,
+  **jit_options,
+) -> ModuleReport:
+  """Compiles `fn` for one chip, or for several.
 
   Args:
     generation: a key of `CHIPS`.
@@ -175,21 +208,45 @@ def compile_for(
       hlo,
     )
   )
+  memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
   return ModuleReport(
     calls=calls,
-    kernels=tuple(_kernels(calls)),
-    temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
-    optimal_s=compiled.cost_analysis().get('optimal_seconds', 0.0),
+    kernels=(),
+    argument_bytes=memory.argument_size_in_bytes,
+    result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    temp_bytes=memory.temp_size_in_bytes,
+    flops=costs.get('flops', 0.0),
+    bytes_accessed=costs.get('bytes accessed', 0.0),
+    optimal_s=costs.get('optimal_seconds', 0.0),
     copies=tuple(large_copies(hlo)),
     hlo=hlo,
   )
 
 
 def devices(topology: str) -> list[jax.Device]:
-  """Returns the chips of a topology, such as that of a `Chip`."""
+  """Returns the chips of a topology, such as that of a `Chip`.
+
+  Waits while another process uses libtpu.
+  """
+  _take_turn()
   return topologies.get_topology_desc(
     platform='tpu', topology_name=topology
   ).devices
+
+
+@functools.cache
+def _take_turn() -> object:
+  """Takes the lock that libtpu takes when it is loaded, or else fails at once.
+
+  A POSIX lock is a process's own: libtpu gets it a second time, and keeps it as
+  long as nobody closes the file.
+  """
+  try:
+    file = _LOCK.open('a')
+  except OSError:  # of another user; libtpu says what it thinks of it
+    return None
+  fcntl.lockf(file, fcntl.LOCK_EX)
+  return file
 
 
 def collectives(hlo: str) -> collections.Counter[str]:

@@ -175,10 +175,7 @@ def encode(
   *leading, tokens, heads, head_dim = x.shape
   values = x.astype(jnp.float32)
   if codec.rotation is Rotation.HADAMARD:
-    # A rotated value is at most sqrt(H) times the largest one. Half of what
-    # bfloat16 can hold leaves room for the error when it is rotated back.
-    most = np.float32(0.5 * _BFLOAT16_MAX / np.sqrt(head_dim))
-    values = rotate(jnp.clip(values, -most, most))
+    values = rotate_values(values)
   values = values.reshape(*leading, tokens // group, group, heads, head_dim)
   values = jnp.moveaxis(values, -2, -4)  # … K n Q H
   values = jnp.swapaxes(values, -1, -2)  # … K n H Q
@@ -320,6 +317,16 @@ def rotate(x: Float[Array, '... H']) -> Float32[Array, '... H']:
   return jnp.matmul(
     x.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST
   )
+
+
+def rotate_values(x: Float[Array, '... H']) -> Float32[Array, '... H']:
+  """Rotates what is to be split, and keeps it within bfloat16's range.
+
+  A rotated value is at most sqrt(H) times the largest one. Half of what
+  bfloat16 can hold leaves room for the error when it is rotated back.
+  """
+  most = np.float32(0.5 * _BFLOAT16_MAX / np.sqrt(x.shape[-1]))
+  return rotate(jnp.clip(x.astype(jnp.float32), -most, most))
 
 
 def rotate_rows(x: Float32[Array, '... H']) -> Float32[Array, '... H']:

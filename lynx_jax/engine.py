@@ -18,6 +18,7 @@ the end: it goes through the layer groups as they land. Then the slot repeats
 draft → verify → commit on the device.
 """
 
+import contextlib
 import dataclasses
 import enum
 import itertools
@@ -46,7 +47,7 @@ from lynx_jax.config import (
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill
-from lynx_jax.programs import fetch, program
+from lynx_jax.programs import fetch, program, span, spanned
 from lynx_jax.requests import (
   ENDED,
   Committed,
@@ -151,7 +152,8 @@ class Step(enum.Enum):
 class Costs:
   """Seconds of one step alone, its fetch included: the least of four.
 
-  Noise only adds, and a bound must not be built on it.
+  Noise only adds, and a bound must not be built on it. Where nothing drafts,
+  a draft would be a plain step.
   """
 
   draft_s: float
@@ -270,11 +272,12 @@ class Engine:
     if self.config.drafter is Drafter.PROMPT_LOOKUP:
       self._propose([])
     times = {}
-    for step in (Step.DRAFT, Step.VERIFY, Step.PLAIN):
+    drafts = Step.DRAFT if self._drafts(self.codec.target) else Step.PLAIN
+    for step in dict.fromkeys((drafts, Step.VERIFY, Step.PLAIN)):
       self.time_step(step)  # compiles
       times[step] = min(self.time_step(step) for _ in range(4))
     self.costs = Costs(
-      draft_s=times[Step.DRAFT],
+      draft_s=times[drafts],
       verify_s=times[Step.VERIFY],
       plain_s=times[Step.PLAIN],
     )
@@ -719,6 +722,7 @@ class Engine:
     ended = result.shown[-1] in self._decoder.end_tokens
     return pending < min(self.config.backlog_tokens, left) and not ended
 
+  @spanned(Phase.DRAFT)
   def _draft(self, entries: list[_Entry]) -> None:
     start_s = time.monotonic()
     self._cache, self._slots = self._decoder.draft(
@@ -768,16 +772,17 @@ class Engine:
       )
     if landed == entry.verifying.groups:
       return False
-    self._cache, entry.verifying = self._decoder.resume(
-      self._params, self._cache, entry.verifying, landed
-    )
-    if landed == len(self.wire.layer_counts):
-      self._slots = self._decoder.close_verify(
-        self._params, self._slots, entry.verifying
+    with span(Phase.VERIFY):
+      self._cache, entry.verifying = self._decoder.resume(
+        self._params, self._cache, entry.verifying, landed
       )
-      entry.verifying = None
-      entry.result.state = State.DECODING
-      self._read([entry], Phase.VERIFY, entry.verifying_s, draft_tokens=0)
+      if landed == len(self.wire.layer_counts):
+        self._slots = self._decoder.close_verify(
+          self._params, self._slots, entry.verifying
+        )
+        entry.verifying = None
+        entry.result.state = State.DECODING
+        self._read([entry], Phase.VERIFY, entry.verifying_s, draft_tokens=0)
     return True
 
   def _verifies_now(self, entry: _Entry, landed: int) -> bool:
@@ -801,6 +806,7 @@ class Engine:
     left_s = left / max(entry.rate, 1e-9)
     return left_s <= self.costs.verify_s + self.costs.draft_s
 
+  @spanned(Phase.VERIFY)
   def _decode(self, entries: list[_Entry], form: Form, target: Target) -> None:
     start_s = time.monotonic()
     backlog = any(len(e.result.shown) > len(e.result.tokens) for e in entries)
@@ -891,16 +897,24 @@ class Engine:
         committed=len(committed) - len(entry.result.tokens),
         **detail,
       )
-      self._events += entry.result.show(committed, drafts, end_s)
+      self._show(entry, committed, drafts, end_s)
       if state.remaining[slot] == 0:
         self._end(entry, State.DONE)
+
+  def _show(
+    self, entry: _Entry, committed: list[int], drafts: list[int], now_s: float
+  ) -> None:
+    """Turns what is committed and drafted now into events."""
+    commits = len(committed) > len(entry.result.tokens)
+    with span(Phase.COMMIT) if commits else contextlib.nullcontext():
+      self._events += entry.result.show(committed, drafts, now_s)
 
   def _show_first(self, entry: _Entry) -> None:
     """Token 1 comes from prefill's exact logits and is final."""
     now_s = time.monotonic()
     entry.result.token_1_s = now_s - entry.result.timeline.arrival_s
     assert entry.token is not None
-    self._events += entry.result.show([entry.token], [], now_s)
+    self._show(entry, [entry.token], [], now_s)
 
   def _end(self, entry: _Entry, state: State) -> None:
     result = entry.result

@@ -23,7 +23,7 @@ from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.transport import digest
 from lynx_jax.transport.messages import Scalar
-from lynx_jax.transport.streams import DENSE_BYTES, WireFormat
+from lynx_jax.transport.streams import DENSE_BYTES, Segment, WireFormat
 
 # Of EngineConfig: what decides which bits are made, and what decode decides.
 _FIXED = ('token_chunk', 'layer_groups')
@@ -88,14 +88,23 @@ def sender_bytes(wire: WireFormat, window_bytes: int) -> int:
   """Returns what a sender holds for a peer at most, its weights aside.
 
   As many prompts as the receiver has slots, each of the longest length, as
-  prefill computes them and as split cuts them; and what is published.
+  prefill computes them and as split cuts them, in whole token chunks; and what
+  is published.
   """
   model, engine = wire.model, wire.engine
   chunks = math.ceil(engine.prompt_tokens / engine.token_chunk)
-  values = 2 * model.layers * model.kv_heads * model.head_dim
-  dense = chunks * engine.token_chunk * values * DENSE_BYTES
-  split = wire.stream_bytes(engine.prompt_tokens).total
-  return engine.slots * (dense + split) + window_bytes
+  tokens = chunks * engine.token_chunk
+  groups = tokens // wire.codec.group
+  prompt = tokens * 2 * model.layers * model.kv_heads * model.head_dim
+  prompt *= DENSE_BYTES
+  for layer_group, layers in enumerate(wire.layer_counts):
+    planes = sum(
+      wire.unit_bytes(Segment.PREFIX, plane, layer_group)
+      for plane in range(wire.planes(layer_group))
+    )
+    first = wire.unit_bytes(Segment.SINKS, 0, layer_group)  # of every chunk
+    prompt += layers * (groups * planes + chunks * first)
+  return engine.slots * prompt + window_bytes
 
 
 def difference(

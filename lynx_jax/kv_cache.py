@@ -31,6 +31,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from lynx_jax import codec as codec_lib
 from lynx_jax import mesh as mesh_lib
@@ -222,6 +223,18 @@ def write_rows(
       buffer = jax.lax.dynamic_update_slice(
         buffer, values[None, slot : slot + 1], (layer, slot, start[slot], 0, 0)
       )
-    return buffer
+    return _as_stored(buffer)
 
   return Tail(write(tail.k, k), write(tail.v, v))
+
+
+def _as_stored(buffer):
+  """Fixes the layout of a tail, on one device.
+
+  Otherwise XLA has a loop carry the tail with heads outside of tokens, and
+  copies it before the loop and behind it. On several devices the partitioner
+  would gather what is fixed (jax 0.10.2).
+  """
+  if not jax.sharding.get_abstract_mesh().empty:
+    return buffer
+  return with_layout_constraint(buffer, Layout(tuple(range(buffer.ndim))))

@@ -31,9 +31,10 @@ from lynx_jax.config import (
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Layer, Transformer
 from lynx_jax.pallas_kernels import chunk_attention, split_kv
-from lynx_jax.programs import fetch, program
+from lynx_jax.programs import fetch, program, spanned
 from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.shapes import Array, BFloat16, Bool, Float, Int32, UInt16
+from lynx_jax.timeline import Phase
 
 
 class NonFiniteError(ConfigError):
@@ -261,33 +262,40 @@ class Prefill:
     end = self._codec.prefix_end(len(prompt))
     state = Prompt(len(prompt), end, self._empty())
     for offset in range(0, len(prompt), size):
-      part = prompt[offset : offset + size]
-      padded = np.zeros((1, size), np.int32)
-      padded[0, : len(part)] = part
-      h = self._embed(self._params, padded)
-      kv, finite = [], []
-      for (start, stop), dense in zip(self._ranges, state.kv, strict=True):
-        layers = cached.layer_params(self._params, start, stop)
-        h, dense, good = self._layers(
-          layers, h, dense, np.int32(offset), np.int32(len(part))
-        )
-        kv.append(dense)
-        finite.append(good)
-      state.kv = tuple(kv)
-      last = self._head(
-        self._params,
-        h,
-        np.int32(len(part) - 1),
-        np.int32(offset + len(part)),
-        sampling.row(),
-      )
-      token, good = fetch((last, finite))
-      good = np.all(np.concatenate(good), axis=-1)
-      if not good.all():
-        raise NonFiniteError(_explain(good, offset, offset + len(part)))
-      state.token = int(token)
+      self._compute(state, prompt[offset : offset + size], offset, sampling)
       yield state
 
+  @spanned(Phase.PREFILL)
+  def _compute(
+    self, state: Prompt, part: np.ndarray, offset: int, sampling: Sampling
+  ) -> None:
+    """Computes one token chunk, and what follows it."""
+    padded = np.zeros((1, self._engine.token_chunk), np.int32)
+    padded[0, : len(part)] = part
+    h = self._embed(self._params, padded)
+    kv, finite = [], []
+    for (start, stop), dense in zip(self._ranges, state.kv, strict=True):
+      layers = cached.layer_params(self._params, start, stop)
+      h, dense, good = self._layers(
+        layers, h, dense, np.int32(offset), np.int32(len(part))
+      )
+      kv.append(dense)
+      finite.append(good)
+    state.kv = tuple(kv)
+    last = self._head(
+      self._params,
+      h,
+      np.int32(len(part) - 1),
+      np.int32(offset + len(part)),
+      sampling.row(),
+    )
+    token, good = fetch((last, finite))
+    good = np.all(np.concatenate(good), axis=-1)
+    if not good.all():
+      raise NonFiniteError(_explain(good, offset, offset + len(part)))
+    state.token = int(token)
+
+  @spanned(Phase.SPLIT)
   def split(self, prompt: Prompt, token_chunk: int) -> None:
     """Splits one computed token chunk; waits for the device."""
     offset = np.int32(token_chunk * self._engine.token_chunk)
@@ -351,15 +359,17 @@ def _programs(
   kv = mesh_lib.spec('L S K H'), mesh_lib.spec('L kv K')
   return (
     program(
-      embed, name='prefill', out_shardings=mesh_lib.outputs(mesh, everywhere)
+      embed,
+      name=Phase.PREFILL,
+      out_shardings=mesh_lib.outputs(mesh, everywhere),
     ),
     program(
       layers,
-      name='prefill',
+      name=Phase.PREFILL,
       donate=(1, 2),
       out_shardings=mesh_lib.outputs(mesh, (everywhere, *kv)),
     ),
-    program(head, name='prefill'),
+    program(head, name=Phase.PREFILL),
   )
 
 
@@ -382,7 +392,7 @@ def _split_program(
       size=size,
       implementation=implementation,
     ),
-    name='split',
+    name=Phase.SPLIT,
   )
 
 

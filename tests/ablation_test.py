@@ -44,8 +44,9 @@ def test_a_list_goes_through_the_grid():
     cells='scheme=int8; scheme=lynx codec.k=2,2,4',
     axes="link.rtt_ms=1|50; codec.layers=''|'0:1 k=8; 1:2 v=4'",
   )
-  # INT8 has its own planes in every layer: two of its four are the same.
-  assert len(study.cells) == 6
+  assert len(study.cells) == 8
+  # INT8 has its own planes in every layer: two and two of its four are alike.
+  assert len({cell.key for cell in study.cells}) == 6
   values = dict(study.cells[-1].values)
   assert values['codec.layers'] == '0:1 k=8; 1:2 v=4'
   assert values['link.rtt_ms'] == 50.0
@@ -82,8 +83,19 @@ def test_every_axis_of_an_ablation_is_a_field():
   assert cell.settings.prompts == (('book', 192),)
 
 
-def test_two_texts_for_one_cell_are_one():
-  assert _changes(_ablation(axes='codec.k=4,4|(4, 4)')) == ['codec.k=4,4']
+def test_a_cell_that_is_named_twice_is_one():
+  assert _changes(_ablation(axes='codec.k=4,4|8|4,4')) == [
+    'codec.k=4,4',
+    'codec.k=8',
+  ]
+
+
+def test_cells_that_measure_the_same_share_a_result():
+  study = _ablation(axes='scheme=int8|lynx; codec.k,codec.v=4,4|2,2,4')
+  keys = [cell.key for cell in study.cells]
+  assert len(keys) == 4
+  assert keys[0] == keys[1]
+  assert len({*keys}) == 3
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from lynx_jax.config import (
 from lynx_jax.kv_cache import Prefix, Rows, Tail
 from lynx_jax.models import presets
 
+pytestmark = pytest.mark.usefixtures('unoptimised')
 LAYERS, HEAD_DIM, TAIL = 2, 16, 32
 CHANNEL = TensorCodec()
 ROTATED_TOKEN = TensorCodec(axis=Axis.TOKEN, rotation=Rotation.HADAMARD)

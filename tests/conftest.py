@@ -6,6 +6,7 @@ Tests that compile with libtpu carry `pytest.mark.xdist_group('libtpu')`: two
 libtpu processes at once fail on its lock file, so one worker runs them all.
 """
 
+import gc
 import os
 import signal
 
@@ -28,6 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import jax
 import jaxtyping
+import pytest
 
 from tests import shape_check
 
@@ -42,3 +44,22 @@ jaxtyping.install_import_hook(
   shape_check.modules_with_arrays(),
   f'{shape_check.__name__}.{shape_check.check.__name__}',
 )
+
+
+def pytest_collection_finish():
+  """Lets garbage collections pass over what lives as long as the process."""
+  gc.collect()
+  gc.freeze()
+
+
+@pytest.fixture(scope='module')
+def unoptimised():
+  """Compiles quickly rather than well, where compiling takes most of the time.
+
+  Not for tests that compare bits of different programs: there the programs of
+  users count, and theirs are optimised.
+  """
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+  jax.clear_caches()  # other modules have the same programs optimised

@@ -40,6 +40,9 @@ def test_a_number_that_differs_is_told(text, fault, monkeypatch):
   monkeypatch.setattr(pages, 'records_of', lambda _: _SUMMARIES)
   names = 'acceptance_gamma8 acceptance_gamma8_rounds'
   found = pages.compare(f'<!-- figures latency: {names} -->\n{text}\n\n', 'p')
+  names = names.replace(' ', '\n  ')
+  apart = f'<!-- figures latency:\n  {names} -->\n\n{text}\n\n'
+  assert pages.compare(apart, 'p') == found
   if fault is None:
     assert not found
   else:

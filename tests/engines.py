@@ -277,7 +277,7 @@ def draw_model(config: ModelConfig) -> Transformer:
     values = np.ones(x.shape)
     if x.ndim > 1:
       values = rng.normal(size=x.shape) * 2 * config.model_dim**-0.5
-    return jnp.asarray(values, x.dtype)
+    return jnp.asarray(values.astype(x.dtype))
 
   return nnx.merge(graph, jax.tree.map(draw, state))
 
@@ -287,7 +287,7 @@ def filled(cache: Cache) -> Cache:
   rng = np.random.default_rng(0)
 
   def dense(x):
-    return jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16)
+    return jnp.asarray(rng.normal(size=x.shape).astype(jnp.bfloat16))
 
   def prefix(x):
     shape = (
@@ -296,7 +296,7 @@ def filled(cache: Cache) -> Cache:
       x.scale.shape[2],
       x.head_dim,
     )
-    values = jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    values = rng.normal(size=shape).astype(jnp.bfloat16)
     split = functools.partial(
       codec_lib.split, codec=x.codec, group=x.group, sinks=4
     )
@@ -320,11 +320,13 @@ def bench(name: str) -> Bench:
   return Bench(SETUPS[name], model())
 
 
-def in_one_worker(name: str):
-  """Returns a pytest parameter: tests of one engine share its programs."""
-  # Those of the same shapes.
-  group = {'interleaved': 'lynx', 'layers': 'int8'}.get(name, name)
-  return pytest.param(name, marks=pytest.mark.xdist_group(group))
+def in_one_worker(name: str, *more):
+  """Returns pytest parameters: tests of one engine share its programs."""
+  # The first has the shapes of lynx; a test of exact asks the second.
+  group = {'interleaved': 'lynx', 'layers': 'int8', 'dense': 'exact'}.get(
+    name, name
+  )
+  return pytest.param(name, *more, marks=pytest.mark.xdist_group(group))
 
 
 def prompt(tokens: int, seed: int = 0) -> np.ndarray:

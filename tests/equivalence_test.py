@@ -76,9 +76,14 @@ class _Pass:
   def logits(self, slots, wanted, cache=None):
     """Returns logits and tail of the pass as one program."""
     cache = self.cache if cache is None else cache
-    tokens, rows = decode.verify_rows(slots, jnp.asarray(wanted), ROWS)
+    tokens, rows = _verify_rows(slots, jnp.asarray(wanted), ROWS)
     prefix = cache.target(self.target)
     return self.whole(self.params, tokens, prefix, cache.tail, rows)
+
+
+# Alone they are dozens of small programs.
+_verify_rows = jax.jit(decode.verify_rows, static_argnums=2)
+_accept = programs.program(decode.accept, name='accept')
 
 
 @functools.cache
@@ -125,7 +130,7 @@ def test_all_forms_of_the_verify_pass_give_the_same_bits(dtype, target):
     run.params, _copy(run.cache), _copy(slots), *arguments
   )
   logits, tail = run.logits(slots, wanted)
-  three = decode.accept(
+  three = _accept(
     slots, logits, jnp.asarray(wanted), jnp.asarray(run.decoder.end_tokens)
   )
   _equal(by_group.tail, looped.tail)
@@ -155,20 +160,20 @@ def test_a_row_does_not_depend_on_its_number(dtype, target):
   """The token in row r, moved to row 0 by r commits, keeps all its bits."""
   run, wanted, slots = _pass(dtype, target), np.ones(SLOTS, bool), _slots()
   logits, tail = run.logits(slots, wanted)
-  tokens = jnp.concatenate([slots.last_token[:, None], slots.drafts], axis=1)
+  cache = dataclasses.replace(run.cache, tail=tail)
+  logits, tail, was = programs.fetch((logits, tail, slots))
+  tokens = np.concatenate([was.last_token[:, None], was.drafts], axis=1)
   for row in range(1, ROWS):
     moved = dataclasses.replace(
       slots,
-      length=slots.length + row,
-      last_token=tokens[:, row],
+      length=jnp.asarray(was.length + row),
+      last_token=jnp.asarray(tokens[:, row]),
       # What stands in the rows behind is something else now.
-      drafts=jnp.roll(slots.drafts, 1 - row, axis=1),
+      drafts=jnp.asarray(np.roll(was.drafts, 1 - row, axis=1)),
     )
-    alone, after = run.logits(
-      moved, wanted, dataclasses.replace(run.cache, tail=tail)
-    )
+    alone, after = programs.fetch(run.logits(moved, wanted, cache))
     _equal(alone[:, 0], logits[:, row])
-    at = slots.length - slots.prefix_tokens + row
+    at = was.length - was.prefix_tokens + row
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(tail), strict=True):
       for slot in range(SLOTS):
         _equal(a[:, slot, at[slot]], b[:, slot, at[slot]])
@@ -179,22 +184,23 @@ def test_a_row_does_not_depend_on_its_number(dtype, target):
 def test_a_slot_does_not_depend_on_the_others(dtype, target, slot):
   run, slots = _pass(dtype, target), _slots()
   wanted = np.arange(SLOTS) == slot
-  logits, tail = run.logits(slots, np.ones(SLOTS, bool))
+  logits, tail = programs.fetch(run.logits(slots, np.ones(SLOTS, bool)))
   others = _slots((40, 70, 3), (1, 5, 2), seed=1)
   mixed = jax.tree.map(
-    lambda a, b: jnp.where(
-      jnp.asarray(wanted).reshape(-1, *[1] * (a.ndim - 1)), a, b
-    ),
+    lambda a, b: np.where(wanted.reshape(-1, *[1] * (a.ndim - 1)), a, b),
     slots,
     others,
   )
-  spoilt = jax.tree.map(
-    lambda x: x.at[:, np.flatnonzero(~wanted)].set(
-      255 if x.dtype == jnp.uint8 else jnp.nan
-    ),
-    run.cache,
+
+  def spoil(x):
+    x = np.array(x)
+    x[:, ~wanted] = 255 if x.dtype == np.uint8 else np.nan
+    return x
+
+  mixed, spoilt = jax.device_put(
+    (mixed, jax.tree.map(spoil, run.cache)), engines.DECODE_DEVICE
   )
-  alone, after = run.logits(mixed, wanted, spoilt)
+  alone, after = programs.fetch(run.logits(mixed, wanted, spoilt))
   _equal(alone[slot], logits[slot])
   for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(tail), strict=True):
     _equal(a[:, slot], b[:, slot])

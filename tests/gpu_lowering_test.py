@@ -90,7 +90,7 @@ def layer_group():
   state = cache()
   params = cached.layer_params(params, 0, 2)
   prefix, tail = state.prefix[0], state.tail[0]
-  return programs.layers, (params, h, prefix, tail, where, SLOTS)
+  return programs.verify_layers, (params, h, prefix, tail, where, SLOTS)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels really compile for every TPU generation, and cost what they did."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -53,6 +54,71 @@ def test_a_regression_is_seen():
   assert not list(kernel_costs.regressions(old | {'bundles': 103}, old))
   worse = list(kernel_costs.regressions(old | {'spills': 104}, old))
   assert worse == ['spills 100 -> 104']
+
+
+def test_the_whole_matrix_is_checked_in(checked_in):
+  assert list(checked_in) == [cell.key for cell in kernel_costs.cells()]
+
+
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+  cells = [kernel_costs.Cell(kernel='merge', generation=g) for g in 'abc']
+  measured = []
+
+  def measure(cell):
+    if len(measured) == 2:
+      raise KeyboardInterrupt
+    measured.append(cell.generation)
+    costs = dict.fromkeys(kernel_costs.COMPARED, 1)
+    return (
+      dataclasses.asdict(cell)
+      | costs
+      | {
+        'cost_cycles': 1,
+        'floor_cycles': 1,
+        'speedup_over_bf16_pallas': None,
+        'speedup_over_xla': None,
+      }
+    )
+
+  monkeypatch.setattr(kernel_costs, 'FILE', tmp_path / 'costs.json')
+  monkeypatch.setattr(kernel_costs, 'FINISHED', tmp_path / 'a' / 'finished')
+  monkeypatch.setattr(kernel_costs, 'cells', lambda: cells)
+  monkeypatch.setattr(kernel_costs, 'measure', measure)
+  with pytest.raises(KeyboardInterrupt):
+    kernel_costs.main(['--cells', 'merge'])
+  assert not kernel_costs.load()
+  measured[:] = ['begun anew']
+  kernel_costs.main(['--cells', 'merge', '--resume'])
+  assert measured == ['begun anew', 'c']
+  assert list(kernel_costs.load()) == [cell.key for cell in cells]
+  assert not kernel_costs.FINISHED.exists()
+
+
+def test_ragged_slots_cost_whole_steps():
+  """(1, 2, 5, 16) steps of 2048 tokens, bound by bundles, over those of bf16.
+
+  Of bf16's (1, 1, 3, 8) steps of 4096 each is bound by its bytes.
+  """
+  bf16, anchor = (
+    {
+      'kernel': kernel,
+      'generation': 'v5e',
+      'head_dim': 128,
+      'query_rows': 4,
+      'kv_heads': 8,
+      'block_heads': 8,
+      'tokens': 32768,
+      'block': block,
+      'bundles': bundles,
+      'floor_cycles': floor,
+    }
+    for kernel, block, bundles, floor in (
+      ('attention_bf16', 4096, 100, 8 * 300),
+      ('attention_anchor', 2048, 100, 16 * 50),
+    )
+  )
+  speedup = kernel_costs.ragged_speedup([bf16, anchor], 'v5e')
+  assert speedup == 13 * 300 / (24 * 100)
 
 
 def test_the_reader_counts_what_a_listing_holds():

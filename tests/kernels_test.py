@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """TPU kernels in interpret mode: integers exactly, floats within a budget."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,16 +14,18 @@ from experiments import bf16_attention_tpu
 from lynx_jax import codec as codec_lib
 from lynx_jax import pallas_kernels
 from lynx_jax.config import Axis, Rotation, TensorCodec
-from lynx_jax.pallas_kernels import dispatch, split_attention_tpu, split_kv_tpu
+from lynx_jax.pallas_kernels import (
+  dispatch,
+  merge_tpu,
+  split_attention_tpu,
+  split_kv_tpu,
+)
 
 GROUP = 128
 INTERPRET = dispatch.PALLAS_TPU_INTERPRET
 # An interpreted kernel is thousands of small operations: compiling them well
 # would take longer than all of the tests.
-QUICK = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
+pytestmark = pytest.mark.usefixtures('unoptimised')
 # 16-bit queries and weights leave 1e-4; float32 sums and exp2 the rest.
 BUDGET = 5e-4
 # More than 8 query rows: bfloat16 weights.
@@ -35,7 +40,7 @@ INT8 = TensorCodec(planes=(8,))
 
 def random(shape, seed=0):
   noise = np.random.default_rng(seed).standard_normal(shape)
-  return jnp.asarray(noise, jnp.bfloat16)
+  return jnp.asarray(noise.astype(jnp.bfloat16))
 
 
 def spread(shape, seed=0):
@@ -43,17 +48,32 @@ def spread(shape, seed=0):
   rng = np.random.default_rng(seed)
   size = np.exp(3 * rng.standard_normal(shape[-2:]))
   x = (rng.standard_normal(shape) + 5 * rng.standard_normal(shape[-2:])) * size
-  return jnp.asarray(x, jnp.bfloat16)
+  return jnp.asarray(x.astype(jnp.bfloat16))
+
+
+@functools.partial(jax.jit, static_argnames='codec')
+def split(x, codec=CHANNEL, sinks=0):
+  """The reference, as one program; it is many operations."""
+  return codec_lib.split(x, codec, group=GROUP, sinks=sinks)
+
+
+def run(op, *arrays, **options):
+  """Runs an op, its kernel and all around it, as one program."""
+  return jax.jit(functools.partial(op, **options))(*arrays)
 
 
 def with_layers(packed, layers=2):
   """Puts `packed` at layer 1 of a stack whose layer 0 is poison."""
 
   def stack(x):
-    poison = jnp.nan if x.dtype == jnp.bfloat16 else 0xFF
-    return jnp.stack([jnp.full_like(x, poison)] * (layers - 1) + [x])
+    x = np.asarray(x)
+    return jnp.asarray(np.stack([poison_like(x)] * (layers - 1) + [x]))
 
   return jax.tree.map(stack, packed)
+
+
+def poison_like(x):
+  return np.full_like(x, 0xFF if x.dtype == np.uint8 else np.nan)
 
 
 def poisoned(packed, tokens):
@@ -62,17 +82,20 @@ def poisoned(packed, tokens):
 
   def poison(x):
     keep = np.repeat(held, x.shape[2] // packed.groups, 1)[:, None, :, None]
-    bad = jnp.nan if x.dtype == jnp.bfloat16 else 0xFF
-    return jnp.where(keep, x, jnp.full_like(x, bad))
+    x = np.asarray(x)
+    return jnp.asarray(np.where(keep, x, poison_like(x)))
 
   return jax.tree.map(poison, packed)
+
+
+_centred = jax.jit(codec_lib.centred, static_argnums=1)
 
 
 def values64(packed, residual_tokens=None):
   """Reads planes in float64: [B, K, S, H], in the codec's own basis."""
 
   def read(depth):
-    u = np.asarray(codec_lib.centred(packed, depth), np.float64)
+    u = np.asarray(_centred(packed, depth), np.float64)
     u = u + 2 ** (packed.codec.bits - 1)
     over = -1 if packed.codec.axis is Axis.CHANNEL else -2
     scale = np.expand_dims(np.asarray(packed.scale, np.float64), over)
@@ -138,22 +161,34 @@ def relative(actual, expected):
 
 class SplitTest(parameterized.TestCase):
   @parameterized.parameters(
-    (128, 2, 1024, CHANNEL, 4),
+    (128, 2, 256, CHANNEL, 4),
     (64, 3, 384, CHANNEL, 0),
     (64, 2, 256, TOKEN, 4),
     (256, 1, 256, THREE, 127),
     (128, 2, 128, ROTATED, 4),
     (128, 1, 256, ROTATED_TOKEN, 4),
     (64, 2, 128, INT8, 1),
-    (128, 1, 2048, TensorCodec(planes=(4,)), 4),
+    # Two steps over tokens and two over heads: sinks are in the first alone.
+    (128, 2, 2048, TensorCodec(planes=(4,)), 4),
   )
   def test_bits_are_those_of_the_codec(self, dim, heads, tokens, codec, sinks):
     x = spread((2, tokens, heads, dim))
     x = x.at[:, :, :, 3].set(1.5)  # a constant channel has scale 0
-    expected = codec_lib.split(x, codec, group=GROUP, sinks=sinks)
-    actual = split_kv_tpu.split_tpu(
-      x, codec, group=GROUP, sinks=jnp.int32(sinks), interpret=True
+    x = x.at[1, 5, 0, 7].set(3e38)  # nearly the largest: its sums overflow
+    blocks = split_kv_tpu.BlockSizes(
+      tokens=1024, heads=1 if tokens > 1024 else 4
     )
+    actual = jax.jit(
+      lambda x, sinks: split_kv_tpu.split_tpu(
+        x,
+        codec,
+        group=GROUP,
+        sinks=sinks,
+        block_sizes=blocks,
+        interpret=True,
+      )
+    )(x, jnp.int32(sinks))
+    expected = split(x, codec, sinks)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
   def test_ties_round_to_even(self):
@@ -161,16 +196,21 @@ class SplitTest(parameterized.TestCase):
     column = np.concatenate([np.arange(64) + 0.5, np.arange(62), [0, 255]])
     x = np.broadcast_to(column[:, None, None], (128, 1, 64))
     x = jnp.asarray(x, jnp.bfloat16)
-    expected = codec_lib.split(x[None], CHANNEL, group=GROUP)
-    actual = split_kv_tpu.split_tpu(
-      x[None], CHANNEL, group=GROUP, interpret=True
+    actual = run(
+      split_kv_tpu.split_tpu,
+      x[None],
+      codec=CHANNEL,
+      group=GROUP,
+      interpret=True,
     )
+    expected = split(x[None])
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
   def test_public_op_splits_both(self):
     k, v = random((1, 128, 1, 64)), random((1, 128, 1, 64), 1)
     results = [
-      pallas_kernels.split_kv(
+      run(
+        pallas_kernels.split_kv,
         k,
         v,
         k_codec=CHANNEL,
@@ -195,11 +235,41 @@ class MergeTest(parameterized.TestCase):
   )
   def test_bits_are_those_of_the_codec(self, dim, heads, codec, depth):
     x = spread((2, 256, heads, dim))
-    packed = codec_lib.split(x, codec, group=GROUP, sinks=4).keep(depth)
+    packed = split(x, codec, 4).keep(depth)
     np.testing.assert_array_equal(
-      pallas_kernels.merge(packed, implementation=INTERPRET),
-      pallas_kernels.merge(packed, implementation=dispatch.XLA),
+      run(pallas_kernels.merge, packed, implementation=INTERPRET),
+      run(pallas_kernels.merge, packed, implementation=dispatch.XLA),
     )
+
+  def test_steps_over_tokens_and_heads_meet(self):
+    packed = split(spread((2, 2048, 2, 128)))
+    blocks = split_kv_tpu.BlockSizes(tokens=1024, heads=1)
+    np.testing.assert_array_equal(
+      run(merge_tpu.merge_tpu, packed, block_sizes=blocks, interpret=True),
+      run(pallas_kernels.merge, packed, implementation=dispatch.XLA),
+    )
+
+
+@functools.cache
+def attention(sinks, scale, soft_cap, blocks):
+  """Returns the program of what is static; lengths are arguments."""
+
+  def call(q, k, v, prefix_tokens, options):
+    return split_attention_tpu.split_attention_tpu(
+      q,
+      k,
+      v,
+      layer=1,
+      prefix_tokens=prefix_tokens,
+      sinks=sinks,
+      logits_scale=scale,
+      soft_cap=soft_cap,
+      block_sizes=blocks,
+      interpret=True,
+      **options,
+    )
+
+  return jax.jit(call)
 
 
 class AttentionTest(parameterized.TestCase):
@@ -210,8 +280,8 @@ class AttentionTest(parameterized.TestCase):
     heads=4,
     kv_heads=1,
     rows=1,
-    tokens=(1024, 384),
-    capacity=1024,
+    tokens=(384, 128),
+    capacity=384,
     k_codec=CHANNEL,
     v_codec=CHANNEL,
     depth=2,
@@ -230,32 +300,25 @@ class AttentionTest(parameterized.TestCase):
     q = random((batch, rows, heads, dim), 2).astype(jnp.float32) * q_size
 
     def pack(x, codec):
-      packed = codec_lib.split(x, codec, group=GROUP, sinks=sinks).keep(depth)
+      packed = split(x, codec, sinks).keep(depth)
       return packed, with_layers(poisoned(packed, tokens))
 
     k, k_stack = pack(k, k_codec)
     v, v_stack = pack(v, v_codec)
-    kwargs = {
-      'layer': 1,
-      'prefix_tokens': jnp.asarray(tokens, jnp.int32),
-      'sinks': sinks,
-      'logits_scale': dim**-0.5,
-      'block_sizes': blocks or split_attention_tpu.BlockSizes(tokens=1024),
-      'interpret': True,
+    lengths = {
+      f'{name}_tokens': jnp.asarray(options[name], jnp.int32)
+      for name in ('first', 'residual')
+      if name in options
     }
-    first, residual = options.get('first'), options.get('residual')
-    if first is not None:
-      kwargs['first_tokens'] = jnp.asarray(first, jnp.int32)
-    if residual is not None:
-      kwargs['residual_tokens'] = jnp.asarray(residual, jnp.int32)
-    if options.get('soft_cap') is not None:
-      kwargs['soft_cap'] = options['soft_cap']
-    out, lse = jax.jit(
-      lambda q, k, v: split_attention_tpu.split_attention_tpu(
-        q, k, v, **kwargs
-      ),
-      compiler_options=QUICK,
-    )(q, k_stack, v_stack)
+    program = attention(
+      sinks,
+      dim**-0.5,
+      options.get('soft_cap'),
+      blocks or split_attention_tpu.BlockSizes(tokens=1024),
+    )
+    out, lse = program(
+      q, k_stack, v_stack, jnp.asarray(tokens, jnp.int32), lengths
+    )
     expected, expected_lse = attention64(
       q, k, v, tokens, sinks=sinks, **options
     )
@@ -295,25 +358,34 @@ class AttentionTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(
-    {'dim': 128, 'key_dtype': jnp.bfloat16, 'residual': (640, 0)},
+    {
+      'dim': 128,
+      'key_dtype': jnp.bfloat16,
+      'kv_heads': 4,  # the loop over heads has a turn
+      'residual': (640, 0),
+    },
     {'dim': 64, 'k_codec': TOKEN, 'v_codec': TOKEN, 'soft_cap': 5.0},
     {'dim': 64, 'key_dtype': jnp.bfloat16, 'k_codec': TOKEN},
     {'dim': 128, 'k_size': 10, 'q_size': 6.0},
   )
-  def test_many_rows(self, *, key_dtype=jnp.int8, k_size=0, **case):
-    """Two heads, two blocks, and slots that end within one."""
+  def test_many_rows(self, *, key_dtype=jnp.int8, kv_heads=2, k_size=0, **case):
+    """Some heads, two blocks where lengths differ, slots that end within one."""
     blocks = split_attention_tpu.BlockSizes(tokens=1024, key_dtype=key_dtype)
+    if key_dtype == jnp.bfloat16:  # as on a wide MXU
+      blocks = dataclasses.replace(blocks, tiles_per_dot=2, heads_ahead=2)
+    long = 'residual' in case or 'soft_cap' in case
+    capacity, tokens = (2048, (1280, 384)) if long else (640, (640, 384))
     if case.get('soft_cap'):
       case['first'] = np.array([[0, 300, 1300]] * 2).repeat(3, 1)
-    k = random((2, 2048, 2, case['dim'])) + jnp.bfloat16(k_size)
+    k = random((2, capacity, kv_heads, case['dim'])) + jnp.bfloat16(k_size)
     self.check(
       **case,
-      heads=4,
-      kv_heads=2,
+      heads=2 * kv_heads,
+      kv_heads=kv_heads,
       rows=9,
       k=k,
-      tokens=(1280, 384),
-      capacity=2048,
+      tokens=tokens,
+      capacity=capacity,
       blocks=blocks,
       budget=BUDGET_MANY,
     )
@@ -323,10 +395,9 @@ class AttentionTest(parameterized.TestCase):
     if any(tokens):
       self.check(tokens=tokens, capacity=2048)
     else:
-      packed = with_layers(
-        codec_lib.split(random((2, 256, 1, 64)), CHANNEL, group=GROUP)
-      )
-      out, lse = split_attention_tpu.split_attention_tpu(
+      packed = with_layers(split(random((2, 256, 1, 64))))
+      out, lse = run(
+        split_attention_tpu.split_attention_tpu,
         random((2, 1, 1, 64)),
         packed,
         packed,
@@ -340,7 +411,9 @@ class AttentionTest(parameterized.TestCase):
 
   def test_head_blocks(self):
     blocks = split_attention_tpu.BlockSizes(tokens=1024, heads=2)
-    self.check(heads=4, kv_heads=4, capacity=2048, blocks=blocks)
+    self.check(
+      heads=4, kv_heads=4, tokens=(1024, 384), capacity=2048, blocks=blocks
+    )
 
   def test_tiles_share_a_product(self):
     blocks = split_attention_tpu.BlockSizes(tokens=1024, tiles_per_dot=2)
@@ -348,7 +421,7 @@ class AttentionTest(parameterized.TestCase):
 
   @parameterized.parameters(((0, 384),), ((640, 128),), ((1024, 0),))
   def test_residual_tokens(self, residual):
-    self.check(residual=residual)
+    self.check(residual=residual, tokens=(1024, 384), capacity=1024)
 
   def test_window(self):
     first = ((0, 1100), (384, 400), (130, 300))
@@ -360,10 +433,7 @@ class AttentionTest(parameterized.TestCase):
     self.check(soft_cap=5.0, q_size=6.0)
 
   def test_block_table(self):
-    k, v = (
-      codec_lib.split(random((2, 512, 2, 64), n), CHANNEL, group=GROUP)
-      for n in range(2)
-    )
+    k, v = (split(random((2, 512, 2, 64), n)) for n in range(2))
     # Slot 0 reads slot 1's first groups (a shared prefix), then its own.
     table = np.array([[4, 5, 1, 99], [7, 6, 0, 0]])
     tokens = (384, 256)
@@ -378,7 +448,8 @@ class AttentionTest(parameterized.TestCase):
       return jax.tree.map(gather, packed)
 
     q = random((2, 1, 4, 64), 3)
-    out, _ = split_attention_tpu.split_attention_tpu(
+    out, _ = run(
+      split_attention_tpu.split_attention_tpu,
       q,
       with_layers(k),
       with_layers(v),
@@ -393,28 +464,35 @@ class AttentionTest(parameterized.TestCase):
 
   def test_hard_logits(self):
     # K's common mean of 10 sigma costs nothing: it is in the offset.
-    self.check(k=random((2, 1024, 1, 128)) + 10, q_size=1.0)
+    self.check(k=random((2, 384, 1, 128)) + 10, q_size=1.0)
     self.check(q_size=6.0)
 
-  def test_sink_among_diffuse_tokens(self):
+  @parameterized.parameters(1, 9)
+  def test_sink_among_diffuse_tokens(self, rows):
     # One token 12 nats above 8k others, whose weights of 6e-6 have 16 bits
     # wherever the sink is not in their own group.
     tokens = 8192
     k = random((1, tokens, 1, 64)) * jnp.bfloat16(0.3)
     v = random((1, tokens, 1, 64), 1)
-    q = random((1, 1, 4, 64), 2)
-    push = q[0, 0].mean(0).astype(jnp.float32)
+    q = random((1, rows, 4, 64), 2)
+    push = q[0].mean((0, 1)).astype(jnp.float32)
     push = push * 12 * 8 / (push @ push)
     k = k.at[0, 700, 0].set(push.astype(jnp.bfloat16))
     self.check(
-      dim=64, k=k, v=v, tokens=(tokens,), capacity=tokens, budget=0.006
+      dim=64,
+      rows=rows,
+      k=k,
+      v=v,
+      tokens=(tokens,),
+      capacity=tokens,
+      budget=0.006,
     )
 
   def test_agrees_with_xla(self):
-    k = codec_lib.split(random((1, 256, 2, 64)), CHANNEL, group=GROUP)
-    v = codec_lib.split(random((1, 256, 2, 64), 1), CHANNEL, group=GROUP)
+    k, v = (split(random((1, 256, 2, 64), n)) for n in range(2))
     results = [
-      pallas_kernels.split_attention(
+      run(
+        pallas_kernels.split_attention,
         random((1, 2, 4, 64), 2).astype(jnp.float32),
         with_layers(k),
         with_layers(v),
@@ -433,9 +511,10 @@ class AttentionTest(parameterized.TestCase):
     from jax.experimental.pallas import tpu as pltpu
 
     tokens = (2048, 128)
-    packed = codec_lib.split(random((2, 2048, 1, 64)), CHANNEL, group=GROUP)
+    packed = split(random((2, 2048, 1, 64)))
     q = random((2, 1, 1, 64), 2)
-    out, _ = split_attention_tpu.split_attention_tpu(
+    out, _ = run(
+      split_attention_tpu.split_attention_tpu,
       q,
       with_layers(packed),
       with_layers(packed),
@@ -458,7 +537,8 @@ class AttentionTest(parameterized.TestCase):
 class DispatchTest(parameterized.TestCase):
   def split(self, implementation, group=GROUP, dim=64):
     x = random((1, 128, 1, dim))
-    return pallas_kernels.split_kv(
+    return run(
+      pallas_kernels.split_kv,
       x,
       x,
       k_codec=CHANNEL,
@@ -506,7 +586,8 @@ class YardstickTest(absltest.TestCase):
     k, v = (random((1, 2, 2, 256, 64), n) for n in range(2))
     q = random((2, 2, 4, 64), 2)
     tokens = np.array([256, 100], np.int32)
-    out, lse = bf16_attention_tpu.bf16_attention_tpu(
+    out, lse = run(
+      bf16_attention_tpu.bf16_attention_tpu,
       q,
       k,
       v,

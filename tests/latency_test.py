@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job on a tiny model, from the command line to the report."""
 
+import functools
+
+import jax
 import pytest
 
-from experiments import latency, main, report, results, selection
+from experiments import latency, main, profiling, report, results, selection
 
 # One run serves all tests here.
 pytestmark = pytest.mark.xdist_group('study')
@@ -26,7 +29,9 @@ def study(tmp_path_factory):
     '--config.sampling.temperature=1.5',
     '--config.sampling.seed=3',
   ]
-  assert main.main(argv, latency.run) == 0
+  profile = workdir / profiling.FOLDER
+  run = functools.partial(latency.run, profile=profile)
+  assert main.main(argv, run) == 0
   return [*results.read(workdir / results.FILE)], workdir
 
 
@@ -73,3 +78,19 @@ def test_the_report_sees_the_backlog_of_drafts(study):
   assert max(s - c for s, c in zip(shown, committed, strict=True)) > 0
   assert shown[-1] == committed[-1] == 12
   assert (study[1] / 'report.html').stat().st_size > 10_000
+
+
+def test_the_trace_names_phases_as_the_timeline_does(study):
+  """On the host as spans, and on the device by programs."""
+  (file,) = (study[1] / profiling.FOLDER).rglob('*.xplane.pb')
+  names = {
+    event.name
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes
+    for line in plane.lines
+    for event in line.events
+  }
+  phases = {'prefill', 'split', 'draft', 'verify', 'commit'}
+  assert phases <= names
+  # Those of the timeline that are not programs are the transfer's, or instants.
+  events = {r['name'] for r in study[0] if r['kind'] == 'event'}
+  assert phases <= events

@@ -28,6 +28,7 @@ LAYERS = (
   ('prefill',),
   ('transport',),
   ('wire', 'sender', 'handshake', 'prefill_server', 'remote_prefill'),
+  ('memory',),
   ('speculative',),
   ('engine',),
 )
@@ -348,7 +349,7 @@ def test_a_value_on_the_host_may_be_converted(allowed):
 
 
 def _own_files() -> list[pathlib.Path]:
-  folders = ('lynx_jax', 'experiments', 'configs', 'tests', '.ci')
+  folders = ('lynx_jax', 'experiments', 'configs', 'launch', 'tests', '.ci')
   return [f for name in folders for f in sorted((ROOT / name).rglob('*.py'))]
 
 

@@ -59,15 +59,6 @@ def _until_free(server: PrefillServer) -> None:
     time.sleep(0.01)
 
 
-def test_the_budget_is_what_prompts_take():
-  """Prefill's keys and values, and planes, of as many prompts as slots."""
-  model, engine = WIRE.model, WIRE.engine
-  tokens = 256  # 200, up to whole token chunks
-  dense = tokens * 2 * model.layers * model.kv_heads * model.head_dim * 2
-  planes = WIRE.stream_bytes(engine.prompt_tokens).total
-  assert handshake.sender_bytes(WIRE, 7) == engine.slots * (dense + planes) + 7
-
-
 def test_a_lack_of_memory_names_both_values_and_a_remedy():
   error = control.HandshakeError(messages.MEMORY, '5 bytes', '7 bytes')
   for part in ('5 bytes', '7 bytes', 'engine.slots', 'transfer.prefill_bytes'):

@@ -4,6 +4,9 @@
 import pathlib
 import re
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures('unoptimised')
 README = pathlib.Path(__file__).parents[1] / 'README.md'
 
 

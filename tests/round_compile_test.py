@@ -22,6 +22,7 @@ from lynx_jax.models import cached, presets
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.pallas_kernels import dispatch
 from lynx_jax.speculative import decode
+from lynx_jax.speculative import slots as slots_lib
 
 pytestmark = pytest.mark.xdist_group('libtpu')
 
@@ -33,6 +34,9 @@ ENGINE = EngineConfig(
   layer_groups=1,
   implementation=dispatch.PALLAS_TPU,
 )
+# 248 groups, which blocks of 8 divide but no larger ones: the kernel's body is
+# a quarter of that of its largest block, and so is the time to compile it.
+SMALL_BLOCKS = dataclasses.replace(ENGINE, prompt_tokens=31 * 1024 + 64)
 MODELS = {
   name: dataclasses.replace(
     presets.tiny(
@@ -81,12 +85,22 @@ def copies(report, cache):
   ]
 
 
-@pytest.mark.parametrize('form', ['draft', 'sharpened', 'verify'])
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize(
+  ('name', 'form'),
+  [
+    ('SmolLM2-135M', 'draft'),
+    ('SmolLM2-135M', 'sharpened'),
+    ('SmolLM2-135M', 'verify'),
+    ('Llama-3.1-8B', 'sharpened'),  # the others are in `rounds`, below
+  ],
+)
 def test_a_round_copies_no_cache(name, form):
+  # One form of few rows has the largest block, that with most planes;
+  # kernel_costs_test compiles that of many rows.
+  engine = ENGINE if form == 'sharpened' else SMALL_BLOCKS
   model = MODELS[name]
   graphs, params = split(model)
-  cache = jax.eval_shape(lambda: kv_cache.empty(model, CodecConfig(), ENGINE))
+  cache = jax.eval_shape(lambda: kv_cache.empty(model, CodecConfig(), engine))
   prefix, (tail,) = cache.prefix, cache.tail
   if form == 'draft':
     prefix = kv_cache.anchor_only(prefix)
@@ -96,7 +110,7 @@ def test_a_round_copies_no_cache(name, form):
   where = kv_cache.Rows(slots, slots, slots.update(dtype=jnp.bool_))
   report = tpu_compiler.compile_for(
     'v5e',
-    programs.layers,
+    programs.verify_layers if form == 'verify' else programs.draft_layers,
     params,
     activations(rows, ENGINE.slots, model),
     prefix[0],
@@ -110,6 +124,42 @@ def test_a_round_copies_no_cache(name, form):
   assert not [str(x) for x in tpu_compiler.made(report.hlo) if x.dtype == 'u8']
   assert not copies(report, tail)
   assert report.temp_bytes < n_bytes(prefix[0].k.planes)
+
+
+def test_repeated_rounds_copy_no_cache():
+  """Drafts, verifications and their sampling are loops of one program."""
+  model = dataclasses.replace(MODELS['Llama-3.1-8B'], layers=1)
+  graphs, params = cached.split(
+    nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
+  )
+  cache = jax.eval_shape(lambda: kv_cache.empty(model, CodecConfig(), ENGINE))
+  slots = jax.eval_shape(
+    lambda: slots_lib.empty(
+      ENGINE.slots,
+      drafts=ENGINE.verify_rows - 1,
+      output_tokens=ENGINE.output_tokens,
+    )
+  )
+  programs = decode._programs(graphs, ENGINE.verify_rows, dispatch.PALLAS_TPU)
+  number = jax.ShapeDtypeStruct((), jnp.int32)
+  report = tpu_compiler.compile_for(
+    'v5e',
+    programs.rounds,
+    params,
+    kv_cache.anchor_only(cache.prefix),
+    cache.prefix,
+    cache.tail,
+    slots,
+    jax.ShapeDtypeStruct((ENGINE.slots,), jnp.bool_),
+    number,  # draft_tokens
+    number,  # max_rounds
+    jax.ShapeDtypeStruct((1,), jnp.int32),  # end_tokens
+  )
+  kernels = [name for name in report.calls if 'split_attention' in name]
+  assert len(kernels) == 2  # drafts read fewer planes
+  assert not [str(x) for x in tpu_compiler.made(report.hlo) if x.dtype == 'u8']
+  assert not copies(report, cache.tail)
+  assert report.temp_bytes < n_bytes(cache.prefix[0].k.planes)
 
 
 # Rows of a verification: a prime that divides no other dimension.
@@ -140,7 +190,7 @@ def test_no_sum_of_a_verification_runs_over_its_rows(target):
   scalar = jax.ShapeDtypeStruct((1,), jnp.int32)
   report = tpu_compiler.compile_for(
     'v5e',
-    programs.layers,
+    programs.verify_layers,
     params,
     activations(ROWS, 1, model),
     cache.target(Target(target))[0],
@@ -182,7 +232,9 @@ def test_a_round_on_four_chips_reduces_twice_a_layer():
   assert made.size == 4
   graphs, params = split(model)
   params = tuple(on_mesh(p, mesh_lib.places(made, p)) for p in params)
-  cache = jax.eval_shape(lambda: kv_cache.empty(model, CodecConfig(), ENGINE))
+  cache = jax.eval_shape(
+    lambda: kv_cache.empty(model, CodecConfig(), SMALL_BLOCKS)
+  )
   places = jax.tree.map(
     functools.partial(mesh_lib.place, made), kv_cache.specs(cache)
   )
@@ -194,7 +246,7 @@ def test_a_round_on_four_chips_reduces_twice_a_layer():
   )
   report = tpu_compiler.compile_for(
     'v5e',
-    programs.layers,
+    programs.verify_layers,
     params,
     activations(ENGINE.verify_rows, ENGINE.slots, model).update(
       sharding=everywhere

@@ -9,6 +9,8 @@ from experiments import config, serving
 from lynx_jax.config import CodecConfig, ConfigError, EngineConfig
 from lynx_jax.engine import Request
 
+# Tokens of optimised programs on meshes are compared in sharding_test.
+pytestmark = pytest.mark.usefixtures('unoptimised')
 PROMPT = list(b'Call me Ishmael. Some years ago, never mind how long. ' * 5)
 
 

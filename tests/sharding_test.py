@@ -156,7 +156,7 @@ def test_a_round_communicates_as_little_as_it_can(sides):
     'open': run.open_draft.lower(
       params, engine._slots, wanted, np.int32(1), ends
     ),
-    'layers': run.layers.lower(
+    'layers': run.verify_layers.lower(
       layers, h, cache.prefix[0], cache.tail[0], where, None
     ),
     'greedy': jax.jit(

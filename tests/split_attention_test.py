@@ -17,12 +17,16 @@ from lynx_jax.pallas_kernels import dispatch
 from tests.kernels_test import (
   BUDGET,
   GROUP,
-  QUICK,
   attention64,
+  poison_like,
   random,
   relative,
+  run,
+  split,
   with_layers,
 )
+
+pytestmark = pytest.mark.usefixtures('unoptimised')
 
 SLOTS, ROWS, HEADS, KV_HEADS, DIM, GROUPS, SINKS = 2, 2, 4, 2, 64, 3, 4
 CAPACITY = GROUPS * GROUP
@@ -35,12 +39,7 @@ XLA_BUDGET = 1e-5
 @functools.cache
 def cache():
   return tuple(
-    codec_lib.split(
-      random((SLOTS, CAPACITY, KV_HEADS, DIM), n),
-      TensorCodec(),
-      group=GROUP,
-      sinks=SINKS,
-    )
+    split(random((SLOTS, CAPACITY, KV_HEADS, DIM), n), sinks=SINKS)
     for n in range(2)
   )
 
@@ -61,7 +60,7 @@ def compiled(implementation, soft_cap):
       **options,
     )
 
-  return jax.jit(call, compiler_options=QUICK)
+  return jax.jit(call)
 
 
 def in_order(packed, table):
@@ -82,8 +81,8 @@ def poisoned(packed, pages):
 
   def poison(x):
     held = np.repeat(keep, x.shape[2] // GROUPS, 1)[:, None, :, None]
-    bad = jnp.nan if x.dtype == jnp.bfloat16 else 0xFF
-    return jnp.where(held, x, jnp.full_like(x, bad))
+    x = np.asarray(x)
+    return jnp.asarray(np.where(held, x, poison_like(x)))
 
   return jax.tree.map(poison, packed)
 
@@ -159,7 +158,8 @@ def attend(k, *, rows=1, heads=2, **options):
   slots, kv_heads = k.scale.shape[:2]
   head_dim = k.planes[0].shape[2] * 2 // k.groups
   options.setdefault('implementation', dispatch.PALLAS_TPU_INTERPRET)
-  return pallas_kernels.split_attention(
+  return run(
+    pallas_kernels.split_attention,
     jnp.zeros((slots, rows, heads * kv_heads, head_dim), jnp.float32),
     with_layers(k),
     with_layers(k),
@@ -209,9 +209,7 @@ def test_what_nothing_can_serve_is_refused():
 @pytest.mark.parametrize('implementation', dispatch.IMPLEMENTATIONS[::2])
 @pytest.mark.parametrize('head_dim', [64, 128])
 def test_an_odd_capacity(implementation, head_dim):
-  packed = codec_lib.split(
-    random((1, 3 * GROUP, 1, head_dim)), TensorCodec(), group=GROUP
-  )
+  packed = split(random((1, 3 * GROUP, 1, head_dim)))
   q = random((1, 1, 2, head_dim), 2).astype(jnp.float32)
   call = functools.partial(
     pallas_kernels.split_attention,
@@ -221,6 +219,6 @@ def test_an_odd_capacity(implementation, head_dim):
     implementation=implementation,
   )
   stack = with_layers(packed)
-  out, _ = jax.jit(call, compiler_options=QUICK)(q, stack, stack)
+  out, _ = jax.jit(call)(q, stack, stack)
   expected, _ = attention64(q, packed, packed, (3 * GROUP,), scale=SCALE)
   assert relative(out, expected) < BUDGET

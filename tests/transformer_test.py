@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from lynx_jax.models import presets, transformer, weights
+from tests import engines
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens'
 PROMPTS = 4
@@ -41,16 +42,21 @@ def real_logits() -> tuple[list[np.ndarray], list[np.ndarray]]:
   return tokens, [x[: len(ids)] for x, ids in zip(logits, tokens, strict=True)]
 
 
+@functools.cache
+def _forward(graph: nnx.GraphDef):
+  """Compiles the whole model once for every shape of tokens."""
+  return jax.jit(
+    lambda state, tokens: transformer.causal_forward(
+      nnx.merge(graph, state), tokens
+    )
+  )
+
+
 def run(model: transformer.Transformer, tokens: np.ndarray) -> np.ndarray:
   graph, state = nnx.split(model)
-
-  @jax.jit
-  def forward(state, tokens):
-    return transformer.causal_forward(nnx.merge(graph, state), tokens)
-
   rows = jnp.asarray(tokens, jnp.int32)
   one = rows.ndim == 1
-  logits = np.asarray(forward(state, rows[None] if one else rows))
+  logits = np.asarray(_forward(graph)(state, rows[None] if one else rows))
   return logits[0] if one else logits
 
 
@@ -130,8 +136,10 @@ def test_bfloat16_stays_bfloat16_and_near():
     seen.extend([q.dtype, k.dtype, v.dtype])
     return transformer.causal_attention(q, k, v), None
 
-  h = narrow.embed(jnp.arange(8, dtype=jnp.int32)[None])
-  h, _ = narrow.layers[0](h, jnp.arange(8, dtype=jnp.int32)[None], attend)
+  def first_layer(positions):
+    return narrow.layers[0](narrow.embed(positions), positions, attend)[0]
+
+  h = jax.eval_shape(first_layer, jax.ShapeDtypeStruct((1, 8), jnp.int32))
   assert {h.dtype, *seen} == {jnp.dtype('bfloat16')}
   a, b = run(wide, np.arange(24)), run(narrow, np.arange(24))
   # Of unit deviation; bfloat16 keeps 8 bits, some 50 roundings in a row.
@@ -140,8 +148,7 @@ def test_bfloat16_stays_bfloat16_and_near():
 
 def test_attention_is_the_callers_and_its_state_comes_back():
   config = presets.tiny(layers=1, heads=6, kv_heads=2)
-  model = transformer.Transformer(config, rngs=nnx.Rngs(params=0))
-  h = model.embed(jnp.zeros((2, 3), jnp.int32))
+  model = engines.draw_model(config)
   state = object()
 
   def attend(q, k, v):
@@ -149,23 +156,22 @@ def test_attention_is_the_callers_and_its_state_comes_back():
     assert k.shape == v.shape == (2, 3, 2, 64)
     return jnp.zeros_like(q), state
 
-  _, returned = model.layers[0](h, jnp.zeros((2, 3), jnp.int32), attend)
-  assert returned is state
+  def first_layer(positions):
+    h, returned = model.layers[0](model.embed(positions), positions, attend)
+    assert returned is state
+    return h
+
+  h = jax.eval_shape(first_layer, jax.ShapeDtypeStruct((2, 3), jnp.int32))
+  assert h.shape == (2, 3, config.model_dim)
 
 
 def test_a_row_does_not_depend_on_other_rows():
   model = tiny_model()
-  graph, state = nnx.split(model)
   rng = np.random.default_rng(0)
-
-  @jax.jit
-  def forward(state, tokens):
-    return transformer.causal_forward(nnx.merge(graph, state), tokens)
-
   tokens = rng.integers(0, 256, (4, 16))
-  alone = forward(state, jnp.asarray(tokens, jnp.int32))
+  alone = run(model, tokens)
   tokens[[0, 1, 3]] = rng.integers(0, 256, (3, 16))
-  among_others = forward(state, jnp.asarray(tokens, jnp.int32))
+  among_others = run(model, tokens)
   np.testing.assert_array_equal(alone[2], among_others[2])
   assert (alone[0] != among_others[0]).any()
 
@@ -184,8 +190,9 @@ def test_only_distances_matter_to_rope():
   q = jax.random.normal(jax.random.key(0), (1, 6, 2, 64))
   k = jax.random.normal(jax.random.key(1), (1, 6, 2, 64))
 
+  @jax.jit
   def scores(first):
-    at = jnp.arange(first, first + 6, dtype=jnp.int32)[None]
+    at = first + jnp.arange(6, dtype=jnp.int32)[None]
     frequency = jnp.asarray(transformer.rope_frequencies(64, 1e4, None))
     a, b = (transformer.rope(x, at, frequency) for x in (q, k))
     return jnp.einsum('btkh,bskh->bkts', a, b)

@@ -57,6 +57,14 @@ def save(
   (root / _CONFIG).write_text(_to_json(config), 'utf-8')
 
 
+def read_config(
+  path: str | os.PathLike[str], *, dtype: str = 'float32'
+) -> config_lib.ModelConfig:
+  """Returns the dimensions of a converted model."""
+  stored = _from_json(epath.Path(path) / _CONFIG)
+  return dataclasses.replace(stored, dtype=dtype)
+
+
 def load(
   path: str | os.PathLike[str],
   *,
@@ -65,7 +73,7 @@ def load(
 ) -> tuple[config_lib.ModelConfig, transformer.Transformer]:
   """Restores a model straight onto its placement; see `weights.load`."""
   root = epath.Path(path)
-  config = dataclasses.replace(_from_json(root / _CONFIG), dtype=dtype)
+  config = read_config(root, dtype=dtype)
   graph, state = nnx.split(transformer.abstract_model(config))
   flat: Any = nnx.to_flat_state(state)
 

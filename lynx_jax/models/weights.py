@@ -81,6 +81,20 @@ def load(
   return load_safetensors(found, dtype=dtype, placement=placement)
 
 
+def read_config(
+  path: str | os.PathLike[str], *, dtype: str = 'float32'
+) -> config_lib.ModelConfig:
+  """Returns a model's dimensions without its weights; see `load`."""
+  found = paths.locate(path)
+  if not found.is_dir():
+    return families.of_gguf(gguf_file.read(found), dtype).config
+  from lynx_jax.models import converted
+
+  if converted.is_converted(found):
+    return converted.read_config(found, dtype=dtype)
+  return families.of_directory(found, dtype).config
+
+
 def load_gguf(
   path: str | os.PathLike[str],
   *,

@@ -63,15 +63,18 @@ class BlockSizes:
     tokens: of a slot; a multiple of 1024.
     heads: KV heads; fewer where a cache has fewer.
     tiles_per_dot: tiles (see `Tile`) that share an MXU product; 2 fills the
-      256 columns of v6e and tpu7x at head dim 64.
+      256 columns of v6e and tpu7x.
     key_dtype: what keys are multiplied as where rows are many: int8, or
       bfloat16 for an MXU that is 256 deep.
+    heads_ahead: where rows are many, heads that are scored before the first of
+      them is summed over V.
   """
 
   tokens: int = 4096
   heads: int = 8
   tiles_per_dot: int = 1
   key_dtype: Any = jnp.int8
+  heads_ahead: int = 1
 
   @classmethod
   def default(
@@ -79,15 +82,26 @@ class BlockSizes:
   ) -> 'BlockSizes':
     """Returns what was best by compiled costs (`experiments.kernel_costs`)."""
     wide = any(name in device_kind for name in ('v6', '7'))  # 256 x 256 MXU
-    if query_rows > 8:
-      return cls(key_dtype=jnp.bfloat16 if wide else jnp.int8)
+    if query_rows > 8 and wide:
+      fits = head_dim <= LANES and query_rows <= 64  # in VMEM
+      return cls(
+        tokens=8192 if fits else 4096,
+        tiles_per_dot=2,
+        key_dtype=jnp.bfloat16,
+        heads_ahead=2,
+      )
     return cls(tiles_per_dot=2 if wide and head_dim < LANES else 1)
+
+  def ahead(self, heads: int) -> int:
+    """Returns `heads_ahead` where a step has a multiple of it, otherwise 1."""
+    return self.heads_ahead if heads % self.heads_ahead == 0 else 1
 
   def __post_init__(self):
     if self.tokens <= 0 or self.tokens % 1024:
       raise ValueError(f'tokens={self.tokens} must be a multiple of 1024')
-    if self.heads <= 0:
-      raise ValueError(f'heads={self.heads} must be positive')
+    for name in ('heads', 'tiles_per_dot', 'heads_ahead'):
+      if getattr(self, name) <= 0:
+        raise ValueError(f'{name}={getattr(self, name)} must be positive')
 
 
 def split_attention_tpu(
@@ -234,7 +248,9 @@ def split_attention_tpu(
     arrived=pltpu.SemaphoreType.DMA((2, n_copies)),
     tables=(tables(k.codec), tables(v.codec)),
     staging=(stage, stage) if tile.stacked else (None, None),
-    rows=many_rows_tpu.scratch_shapes(tile, step_heads, buffer_groups)
+    rows=many_rows_tpu.scratch_shapes(
+      tile, step_heads, buffer_groups, blocks.ahead(step_heads)
+    )
     if tile.many
     else few_rows_tpu.scratch_shapes(
       tile, step_heads, buffer_groups, v_of_channels=v_of_channels
@@ -252,7 +268,11 @@ def split_attention_tpu(
       tile=tile,
       codecs=(k.codec, v.codec),
       groups=buffer_groups,
-      attend=functools.partial(many_rows_tpu.attend, key_dtype=blocks.key_dtype)
+      attend=functools.partial(
+        many_rows_tpu.attend,
+        key_dtype=blocks.key_dtype,
+        tiles_per_dot=blocks.tiles_per_dot,
+      )
       if tile.many
       else functools.partial(
         few_rows_tpu.attend, tiles_per_dot=blocks.tiles_per_dot

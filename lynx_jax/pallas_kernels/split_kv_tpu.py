@@ -74,7 +74,7 @@ def split_tpu(
   groups = words.groups_per_step(tokens // group, blocks.tokens // group)
   heads = words.heads_per_step(kv_heads, head_dim, blocks.heads)
   if codec.rotation is Rotation.HADAMARD:
-    x = codec_lib.rotate(x)
+    x = codec_lib.rotate_values(x)
   columns = _columns(codec, head_dim, heads)
   stats = head_dim if codec.axis is Axis.CHANNEL else group
   n_groups = tokens // group

@@ -163,11 +163,30 @@ def digits(x):
 
 def halves(x):
   """Splits float32 rows into bfloat16 [high | low], 16 bits in all."""
+  return jnp.concatenate(_halves(x), 1)
+
+
+def product(left, right, side):
+  """Returns left @ right of float32, less what the low halves give (2^-14).
+
+  Side `side` of right is the output's.
+  """
+  rows, columns = left.shape[0], right.shape[side]
+  dot = lax.dot_general(
+    jnp.concatenate(_halves(left), 0),
+    jnp.concatenate(_halves(right), side),
+    (((1,), (1 - side,)), ((), ())),
+    preferred_element_type=jnp.float32,
+  )
+  low = dot[:rows, columns:] + dot[rows:, :columns]
+  return dot[:rows, :columns] + low
+
+
+def _halves(x):
+  # A cast there and back might be left out, so bits are cut.
   bits = lax.bitcast_convert_type(x, jnp.int32) & np.int32(-(1 << 16))
   high = lax.bitcast_convert_type(bits, jnp.float32)
-  return jnp.concatenate(
-    [part.astype(jnp.bfloat16) for part in (high, x - high)], 1
-  )
+  return [part.astype(jnp.bfloat16) for part in (high, x - high)]
 
 
 def join(dot, tile, width):

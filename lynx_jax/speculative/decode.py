@@ -29,11 +29,13 @@ from lynx_jax.programs import fetch, program
 from lynx_jax.shapes import Array, Bool, Float, Float32, Int32
 from lynx_jax.speculative import slots as slots_lib
 from lynx_jax.speculative.slots import Slots
+from lynx_jax.timeline import Phase
 
 Prefixes = tuple[Prefix, ...]
 Tails = tuple[Tail, ...]
 
 
+@jax.named_scope(Phase.DRAFT)
 def draft(
   model: Transformer,
   prefix: Prefixes,
@@ -73,6 +75,7 @@ def draft(
   return jax.lax.while_loop(more, one, (tail, slots))
 
 
+@jax.named_scope(Phase.VERIFY)
 def verify(
   model: Transformer,
   prefix: Prefixes,
@@ -198,6 +201,7 @@ def append_draft(
   return slots_lib.append_draft(slots, drafting, token[:, 0])
 
 
+@jax.named_scope(Phase.COMMIT)
 def accept(
   slots: Slots,
   logits: Float32[Array, 'B T V'],
@@ -291,6 +295,7 @@ class Decoder:
     if residual_tokens is None:
       prefix = kv_cache.anchor_only(prefix)
     h, tail = self._layers(
+      run.draft_layers,
       params,
       h,
       prefix,
@@ -337,6 +342,7 @@ class Decoder:
   ) -> tuple[Cache, Pass]:
     """Runs the next layer groups, those below `upto`; donates their tails."""
     h, tail = self._layers(
+      self._programs.verify_layers,
       params,
       running.h,
       cache.target(running.target),
@@ -381,12 +387,12 @@ class Decoder:
     return dataclasses.replace(cache, tail=tail), slots
 
   def _layers(
-    self, params, h, prefix, tail, where, groups, residual_tokens=None
+    self, run, params, h, prefix, tail, where, groups, residual_tokens=None
   ):
     tail = list(tail)
     for group in groups:
       layers = cached.layer_params(params, *self._ranges[group])
-      h, tail[group] = self._programs.layers(
+      h, tail[group] = run(
         layers,
         h,
         prefix[group],
@@ -401,7 +407,8 @@ class Decoder:
 class _Programs:
   open_draft: Callable
   open_verify: dict[int, Callable]
-  layers: Callable
+  draft_layers: Callable
+  verify_layers: Callable
   close_draft: Callable
   close_verify: Callable
   rounds: Callable
@@ -473,20 +480,22 @@ def _programs(
   make = functools.partial(
     program, out_shardings=mesh_lib.outputs(mesh, everywhere)
   )
+  make_layers = functools.partial(
+    program,
+    layers,
+    donate=(3,),
+    out_shardings=mesh_lib.outputs(mesh, (everywhere, tails)),
+  )
   return _Programs(
-    open_draft=make(open_draft, name='draft'),
+    open_draft=make(open_draft, name=Phase.DRAFT),
     open_verify={
-      count: make(functools.partial(open_verify, rows=count), name='verify')
+      count: make(functools.partial(open_verify, rows=count), name=Phase.VERIFY)
       for count in {1, rows}
     },
-    layers=program(
-      layers,
-      name='layers',
-      donate=(3,),
-      out_shardings=mesh_lib.outputs(mesh, (everywhere, tails)),
-    ),
-    close_draft=make(close_draft, name='draft', donate=(2,)),
-    close_verify=make(close_verify, name='verify', donate=(2,)),
+    draft_layers=make_layers(name=Phase.DRAFT),
+    verify_layers=make_layers(name=Phase.VERIFY),
+    close_draft=make(close_draft, name=Phase.DRAFT, donate=(2,)),
+    close_verify=make(close_verify, name=Phase.VERIFY, donate=(2,)),
     rounds=program(
       all_rounds,
       name='rounds',

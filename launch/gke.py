@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill and decode as two jobs of one JobSet on GKE; see docs/pods.md.
+
+    python -m launch.gke --name=lynx --slice=v6e-8 --image=IMAGE --dry-run -- \
+        --config=configs/checkpoint.py --config.model.path=gs://BUCKET/MODEL
+
+creates the secret and the JobSet with `kubectl`; --dry-run prints the commands
+and the YAML instead. What follows `--` goes to both sides. Decode starts when
+prefill serves, finds it by its name in the JobSet's network, and ends both.
+
+It knows no study: roles, addresses and token are all that it adds.
+"""
+
+import argparse
+import dataclasses
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slice:
+  """A node pool of one host.
+
+  Attributes:
+    accelerator, topology: labels of its node.
+    chips: that a pod asks for.
+  """
+
+  accelerator: str
+  topology: str
+  chips: int
+
+
+# https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus
+SLICES = {
+  'v5e-8': Slice(accelerator='tpu-v5-lite-podslice', topology='2x4', chips=8),
+  'v5p-8': Slice(accelerator='tpu-v5p-slice', topology='2x2x1', chips=4),
+  'v6e-8': Slice(accelerator='tpu-v6e-slice', topology='2x4', chips=8),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+  """One JobSet.
+
+  Attributes:
+    name: of the JobSet and its secret, as DNS has names.
+    slice: a key of `SLICES`; each side has one.
+    image: built from launch/Dockerfile.
+    port: of prefill's control channel.
+    claim: a PersistentVolumeClaim for decode's records; None loses them with
+      the pod, and leaves its log.
+    flags: of `experiments.main`, for both sides.
+  """
+
+  name: str
+  slice: str
+  image: str
+  port: int
+  claim: str | None
+  flags: tuple[str, ...]
+
+
+def manifest(launch: Launch) -> dict[str, Any]:
+  """Returns the JobSet."""
+  return {
+    'apiVersion': 'jobset.x-k8s.io/v1alpha2',
+    'kind': 'JobSet',
+    'metadata': {
+      'name': launch.name,
+      # A job has a node pool, and so a slice, of its own.
+      'annotations': {
+        'alpha.jobset.sigs.k8s.io/exclusive-topology': (
+          'cloud.google.com/gke-nodepool'
+        )
+      },
+    },
+    'spec': {
+      'startupPolicy': {'startupPolicyOrder': 'InOrder'},
+      'successPolicy': {
+        'operator': 'All',
+        'targetReplicatedJobs': ['decode'],
+      },
+      'failurePolicy': {'maxRestarts': 0},
+      'replicatedJobs': [
+        _job('prefill', _prefill(launch), launch, claim=None),
+        _job('decode', _decode(launch), launch, claim=launch.claim),
+      ],
+    },
+  }
+
+
+def _job(
+  name: str, container: dict[str, Any], launch: Launch, claim: str | None
+) -> dict[str, Any]:
+  slice_ = SLICES[launch.slice]
+  runs: dict[str, Any] = {'emptyDir': {}}
+  if claim is not None:
+    runs = {'persistentVolumeClaim': {'claimName': claim}}
+  pod = {
+    'restartPolicy': 'Never',
+    'nodeSelector': {
+      'cloud.google.com/gke-tpu-accelerator': slice_.accelerator,
+      'cloud.google.com/gke-tpu-topology': slice_.topology,
+    },
+    'containers': [
+      {
+        'name': name,
+        'image': launch.image,
+        'resources': {'limits': {'google.com/tpu': slice_.chips}},
+        'volumeMounts': [
+          {'name': 'token', 'mountPath': '/token', 'readOnly': True},
+          {'name': 'runs', 'mountPath': '/runs'},
+        ],
+      }
+      | container
+    ],
+    'volumes': [
+      {'name': 'token', 'secret': {'secretName': launch.name}},
+      {'name': 'runs'} | runs,
+    ],
+  }
+  job = {
+    'parallelism': 1,
+    'completions': 1,
+    'backoffLimit': 0,
+    'template': {'spec': pod},
+  }
+  return {'name': name, 'replicas': 1, 'template': {'spec': job}}
+
+
+def _prefill(launch: Launch) -> dict[str, Any]:
+  return {
+    'args': [
+      *launch.flags,
+      '--role=prefill',
+      # Kubernetes puts the pod's own address in.
+      f'--listen=$(POD_IP):{launch.port}',
+      '--token_file=/token/token',
+      '--workdir=/runs',
+    ],
+    'env': [
+      {
+        'name': 'POD_IP',
+        'valueFrom': {'fieldRef': {'fieldPath': 'status.podIP'}},
+      }
+    ],
+    'ports': [{'containerPort': launch.port}],
+    # The model is loaded before the port opens.
+    'readinessProbe': {
+      'tcpSocket': {'port': launch.port},
+      'periodSeconds': 5,
+    },
+  }
+
+
+def _decode(launch: Launch) -> dict[str, Any]:
+  # JOBSET-JOB-INDEX-POD.SUBDOMAIN, the subdomain being the JobSet's name.
+  host = f'{launch.name}-prefill-0-0.{launch.name}'
+  return {
+    'args': [
+      *launch.flags,
+      '--role=decode',
+      f'--connect={host}:{launch.port}',
+      '--token_file=/token/token',
+      '--workdir=/runs',
+    ]
+  }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser.add_argument('--name', required=True, help='of the JobSet')
+  parser.add_argument('--slice', required=True, choices=[*SLICES])
+  parser.add_argument('--image', required=True, help='of launch/Dockerfile')
+  parser.add_argument('--port', type=int, default=7000)
+  parser.add_argument('--claim', help='PersistentVolumeClaim for records')
+  parser.add_argument('--dry-run', action='store_true', help='prints it all')
+  parser.add_argument('flags', nargs='+', help='of experiments.main, after --')
+  values = vars(parser.parse_args(arguments))
+  dry_run = values.pop('dry_run')
+  # A host's label is at most 63 letters: NAME-prefill-0-0.
+  if not re.fullmatch(r'[a-z]([a-z0-9-]{0,44}[a-z0-9])?', values['name']):
+    parser.error(
+      f'--name={values["name"]}: must be at most 46 of a-z, 0-9 and -, and '
+      'begin with a letter'
+    )
+  launch = Launch(**values | {'flags': tuple(values['flags'])})
+  token = 'TOKEN' if dry_run else secrets.token_hex(32)
+  literal = f'--from-literal=token={token}'
+  secret = ['kubectl', 'create', 'secret', 'generic', launch.name, literal]
+  apply = ['kubectl', 'apply', '--filename=-']
+  text = yaml.safe_dump(manifest(launch), sort_keys=False)
+  if dry_run:
+    print(shlex.join(secret))
+    print(f"{shlex.join(apply)} <<'YAML'\n{text}YAML")
+    return 0
+  for command, given in ((secret, None), (apply, text)):
+    done = subprocess.run(command, input=given, text=True, check=False)
+    if done.returncode:
+      return done.returncode
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,173 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Prefill and decode on two slices of Cloud TPU VMs; docs/pods.md goes through it.
+#
+#   launch/tpu_vm.sh --zone=ZONE --prefill=NAME --decode=NAME [OPTION…] STEP …
+#
+# Steps, in this order:
+#   create TYPE    both slices, for example v5litepod-8, v5p-8 or v6e-8
+#   setup          this checkout, its Python packages and a shared token
+#   preflight FLAG…  says what of `run FLAG…` would fail
+#   run FLAG…      prefill in the background, decode here until it ends
+#   fetch FOLDER   copies records, report and logs into FOLDER
+#   delete         both slices
+#
+# Options:
+#   --project=P    of gcloud; else its own setting
+#   --port=N       of prefill's control channel (7000)
+#   --dry-run      prints the commands, and runs none
+set -euo pipefail
+
+readonly home=lynx-jax  # on the slices, below the user's home
+readonly python=.venv/bin/python
+readonly runtime_v5e=v2-alpha-tpuv5-lite runtime_v5p=v2-alpha-tpuv5
+readonly runtime_v6e=v2-alpha-tpuv6e
+
+usage() {
+  sed -n '3,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+  exit 2
+}
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+zone='' prefill='' decode='' port=7000 dry_run='' project=()
+while [[ ${1-} == --* ]]; do
+  case $1 in
+    --zone=*) zone=${1#*=} ;;
+    --prefill=*) prefill=${1#*=} ;;
+    --decode=*) decode=${1#*=} ;;
+    --project=*) project=("--project=${1#*=}") ;;
+    --port=*) port=${1#*=} ;;
+    --dry-run) dry_run=yes ;;
+    --help) usage ;;
+    *) fail "$1 is no option; see --help" ;;
+  esac
+  shift
+done
+[[ $zone && $prefill && $decode ]] ||
+  fail '--zone, --prefill and --decode are needed; see --help'
+[[ $prefill != "$decode" ]] || fail '--prefill and --decode must be two slices'
+(($#)) || usage
+step=$1
+shift
+
+# Runs a command, or prints it so that a shell could run it.
+run() {
+  if [[ $dry_run ]]; then
+    echo "${*@Q}"
+  else
+    "$@"
+  fi
+}
+
+tpus() {
+  run gcloud compute tpus "$@" "--zone=$zone" ${project[@]+"${project[@]}"}
+}
+
+# on SLICE COMMAND: in the checkout, on all workers of a slice.
+on() {
+  tpus tpu-vm ssh "$1" --worker=all "--command=cd $home && $2"
+}
+
+# The address of a slice's first worker in the network that both are in.
+address() {
+  if [[ $dry_run ]]; then
+    echo PREFILL_ADDRESS
+    tpus tpu-vm describe "$1" \
+      '--format=value(networkEndpoints[0].ipAddress)' >&2
+  else
+    tpus tpu-vm describe "$1" '--format=value(networkEndpoints[0].ipAddress)'
+  fi
+}
+
+create() {
+  local type=${1-} runtime
+  case $type in
+    v5litepod-[148]) runtime=$runtime_v5e ;;
+    v5p-8) runtime=$runtime_v5p ;;
+    v6e-[148]) runtime=$runtime_v6e ;;
+    *) fail "create ${type:-TYPE}: must be v5litepod-8, v5p-8, v6e-8 or a" \
+      'smaller one: a side is one process, on one host' ;;
+  esac
+  local slice
+  for slice in "$prefill" "$decode"; do
+    tpus tpu-vm create "$slice" "--accelerator-type=$type" \
+      "--version=$runtime"
+  done
+}
+
+setup() {
+  local archive=TEMPORARY slice jax
+  if [[ ! $dry_run ]]; then
+    archive=$(mktemp -d)
+    # shellcheck disable=SC2064  # the folder of now
+    trap "rm -rf '$archive'" EXIT
+    (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' \
+      > "$archive/$home.token")
+  fi
+  run git archive --format=tar.gz "--prefix=$home/" \
+    "--output=$archive/$home.tar.gz" HEAD
+  jax=$(sed -n 's/^jax==\([0-9.]*\) .*/\1/p' requirements.lock)
+  for slice in "$prefill" "$decode"; do
+    tpus tpu-vm scp "$archive/$home.tar.gz" "$archive/$home.token" "$slice:" \
+      --worker=all
+    # uv brings a Python of its own: the image's may be older than 3.11.
+    tpus tpu-vm ssh "$slice" --worker=all --command="\
+tar -xzf $home.tar.gz && mv $home.token $home/.token && cd $home && \
+curl -LsSf https://astral.sh/uv/install.sh | sh && \
+~/.local/bin/uv venv --clear --python 3.12 .venv && \
+~/.local/bin/uv pip install --no-deps --require-hashes -r requirements.lock \
+-r requirements-model.lock && \
+~/.local/bin/uv pip install 'jax[tpu]==$jax' gcsfs"
+  done
+}
+
+# serve FLAG…: prefill in the background; decode here; then prefill ends.
+serve() {
+  local host flags status=0
+  [[ ${1-} == --config=* ]] || fail "$step needs --config=FILE first, for example --config=configs/checkpoint.py"
+  host=$(address "$prefill")
+  flags="${*@Q} --token_file=.token"
+  on "$prefill" "mkdir -p runs && \
+{ nohup $python -m experiments.main $flags --role=prefill \
+--listen=$host:$port --workdir=runs/prefill </dev/null >runs/prefill.log 2>&1 \
+& echo \$! >runs/prefill.pid; } && \
+until grep -q '^prefill serves' runs/prefill.log; do \
+kill -0 \$(cat runs/prefill.pid) || { cat runs/prefill.log; exit 1; }; \
+sleep 1; done; cat runs/prefill.log"
+  on "$decode" "$python -m experiments.main $flags --role=decode \
+--connect=$host:$port --workdir=runs/decode" || status=$?
+  on "$prefill" "kill -TERM \$(cat runs/prefill.pid) || true"
+  return "$status"
+}
+
+fetch() {
+  local folder=${1-}
+  [[ $folder ]] || fail 'fetch needs a folder'
+  run mkdir -p "$folder"
+  local slice
+  for slice in "$prefill" "$decode"; do
+    tpus tpu-vm scp --recurse "$slice:$home/runs" "$folder/$slice" --worker=0
+  done
+}
+
+delete() {
+  local slice
+  for slice in "$prefill" "$decode"; do
+    tpus tpu-vm delete "$slice" --quiet
+  done
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case $step in
+  create) create "$@" ;;
+  setup) setup ;;
+  preflight) serve "$@" --config.study=preflight ;;
+  run) serve "$@" ;;
+  fetch) fetch "$@" ;;
+  delete) delete ;;
+  *) fail "$step is no step; see --help" ;;
+esac

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch scripts print, without a cloud, commands that our own flags accept."""
+
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+
+import pytest
+import yaml
+
+from experiments import cli, options
+from launch import gke
+
+ROOT = pathlib.Path(__file__).parents[1]
+SCRIPT = ROOT / 'launch' / 'tpu_vm.sh'
+SLICES = ('--zone=z', '--prefill=one', '--decode=two')
+FLAGS = ('--config=configs/tiny.py', "--config.model.path=gs://it's/a model")
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch):
+  monkeypatch.chdir(ROOT)
+
+
+def script(*arguments: str) -> subprocess.CompletedProcess:
+  """Runs the script where there is no gcloud to call."""
+  return subprocess.run(
+    [SCRIPT, *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+    env={'PATH': '/usr/bin:/bin', 'HOME': os.environ.get('HOME', '/')},
+  )
+
+
+def printed(*arguments: str) -> list[list[str]]:
+  done = script(*SLICES, '--dry-run', *arguments)
+  assert done.returncode == 0, done.stderr
+  return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+def remote(command: list[str]) -> str:
+  """Returns what a command runs on a slice; it must be bash."""
+  (text,) = [
+    word.removeprefix('--command=')
+    for word in command
+    if word.startswith('--command=')
+  ]
+  subprocess.run(['bash', '-n', '-c', text], check=True)
+  return text
+
+
+def accepted(words: list[str]) -> options.Options | None:
+  """Returns what our command line makes of flags, if it takes them."""
+  _, own = cli._parse(['main', *words])
+  return options.read(own)
+
+
+def test_shell_scripts_are_bash():
+  scripts = sorted(ROOT.glob('launch/*.sh'))
+  assert SCRIPT in scripts
+  for each in scripts:
+    assert os.access(each, os.X_OK)
+    assert 'set -euo pipefail' in each.read_text('utf-8')
+    subprocess.run(['bash', '-n', each], check=True)
+
+
+@pytest.mark.parametrize('step', ['run', 'preflight'])
+def test_both_sides_get_the_flags_and_each_its_role(step):
+  start, decode, stop = printed(step, *FLAGS)
+  found = {}
+  for command in (start, decode):
+    assert command[:5] == ['gcloud', 'compute', 'tpus', 'tpu-vm', 'ssh']
+    assert '--worker=all' in command
+    text = remote(command)
+    assert text.startswith('cd lynx-jax && ')
+    words = re.search(r'-m experiments\.main (.*?)( </dev/null|$)', text, re.S)
+    flags = shlex.split(words[1])
+    assert [flag for flag in FLAGS if flag not in flags] == []
+    assert ('--config.study=preflight' in flags) == (step == 'preflight')
+    found[command[5]] = accepted(flags)
+  assert found['one'].role is options.Role.PREFILL
+  assert found['two'].role is options.Role.DECODE
+  assert found['one'].listen == found['two'].connect
+  assert found['one'].token_file == found['two'].token_file == '.token'
+  assert 'kill -TERM' in remote(stop)
+
+
+@pytest.mark.parametrize(
+  'accelerator, version',
+  [
+    ('v5litepod-8', 'v2-alpha-tpuv5-lite'),
+    ('v5p-8', 'v2-alpha-tpuv5'),
+    ('v6e-8', 'v2-alpha-tpuv6e'),
+  ],
+)
+def test_slices_are_made_with_the_runtime_of_their_generation(
+  accelerator, version
+):
+  commands = printed('--project=p', 'create', accelerator)
+  assert [command[4:6] for command in commands] == [
+    ['create', 'one'],
+    ['create', 'two'],
+  ]
+  for command in commands:
+    assert f'--accelerator-type={accelerator}' in command
+    assert f'--version={version}' in command
+    assert '--project=p' in command
+
+
+def test_setup_installs_the_pinned_jax_on_both_slices():
+  _, *commands = printed('setup')
+  copies, installs = commands[::2], commands[1::2]
+  assert [command[5:7] for command in installs] == [
+    ['one', '--worker=all'],
+    ['two', '--worker=all'],
+  ]
+  assert all(command[4] == 'scp' for command in copies)
+  (pin,) = re.findall(
+    r'^jax==(\S+)', (ROOT / 'requirements.lock').read_text(), re.M
+  )
+  for command in installs:
+    assert f"'jax[tpu]=={pin}'" in remote(command)
+
+
+@pytest.mark.parametrize(
+  'arguments, message',
+  [
+    (['run', *FLAGS], '--zone, --prefill and --decode are needed'),
+    ([*SLICES, '--dry-run', 'run'], 'run needs --config=FILE first'),
+    ([*SLICES, '--dry-run', 'create', 'v4-8'], 'create v4-8: must be'),
+    ([*SLICES, '--dry-run', 'create', 'v6e-16'], 'on one host'),
+    ([*SLICES, '--dry', 'run'], '--dry is no option'),
+    ([*SLICES, 'start'], 'start is no step'),
+    ([*SLICES, '--decode=one', 'run'], 'must be two slices'),
+  ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
+  done = script(*arguments)
+  assert done.returncode == 2
+  assert message in done.stderr
+  assert done.stderr.count('\n') == 1
+  assert done.stdout == ''
+
+
+def rendered(capsys, *more: str) -> dict:
+  arguments = ['--name=lynx', '--slice=v6e-8', '--image=registry/lynx:1']
+  assert gke.main([*arguments, '--dry-run', *more, '--', *FLAGS]) == 0
+  out = capsys.readouterr().out
+  secret, apply, *lines, end = out.splitlines()
+  assert shlex.split(secret)[:5] == [
+    *('kubectl', 'create', 'secret', 'generic', 'lynx'),
+  ]
+  assert apply.startswith('kubectl apply')
+  assert end == 'YAML'
+  return yaml.safe_load('\n'.join(lines))
+
+
+def test_a_jobset_has_two_jobs_on_slices_of_their_own(capsys):
+  made = rendered(capsys)
+  assert made['apiVersion'] == 'jobset.x-k8s.io/v1alpha2'
+  assert made['kind'] == 'JobSet'
+  exclusive = 'alpha.jobset.sigs.k8s.io/exclusive-topology'
+  assert made['metadata']['name'] == 'lynx'
+  assert made['metadata']['annotations'][exclusive].endswith('gke-nodepool')
+  spec = made['spec']
+  assert spec['startupPolicy'] == {'startupPolicyOrder': 'InOrder'}
+  assert spec['successPolicy']['targetReplicatedJobs'] == ['decode']
+  prefill, decode = spec['replicatedJobs']
+  assert (prefill['name'], decode['name']) == ('prefill', 'decode')
+  found = []
+  for job in (prefill, decode):
+    assert job['replicas'] == 1
+    batch = job['template']['spec']
+    assert (batch['parallelism'], batch['completions']) == (1, 1)
+    pod = batch['template']['spec']
+    assert pod['restartPolicy'] == 'Never'  # a Job takes no Always
+    assert pod['nodeSelector'] == {
+      'cloud.google.com/gke-tpu-accelerator': 'tpu-v6e-slice',
+      'cloud.google.com/gke-tpu-topology': '2x4',
+    }
+    (container,) = pod['containers']
+    assert container['image'] == 'registry/lynx:1'
+    assert container['resources']['limits'] == {'google.com/tpu': 8}
+    mounted = {mount['name'] for mount in container['volumeMounts']}
+    assert mounted == {volume['name'] for volume in pod['volumes']}
+    assert [*FLAGS] == container['args'][: len(FLAGS)]
+    words = [a.replace('$(POD_IP)', '10.0.0.1') for a in container['args']]
+    found.append((accepted(words), container))
+  (one, serves), (two, _) = found
+  assert one.role is options.Role.PREFILL
+  assert two.role is options.Role.DECODE
+  # Decode starts once the port that it connects to is open.
+  assert two.connect == 'lynx-prefill-0-0.lynx:7000'
+  assert one.listen.endswith(':7000')
+  assert serves['readinessProbe']['tcpSocket']['port'] == 7000
+  assert serves['ports'] == [{'containerPort': 7000}]
+  assert [e['name'] for e in serves['env']] == ['POD_IP']
+
+
+def test_records_go_to_a_claim(capsys):
+  prefill, decode = rendered(capsys, '--claim=mine')['spec']['replicatedJobs']
+  kept = {'name': 'runs', 'persistentVolumeClaim': {'claimName': 'mine'}}
+  volumes = [
+    job['template']['spec']['template']['spec']['volumes']
+    for job in (prefill, decode)
+  ]
+  assert [kept in each for each in volumes] == [False, True]
+
+
+@pytest.mark.parametrize('name', ['Lynx', '1x', 'a' * 47, 'x-'])
+def test_a_name_that_dns_refuses(capsys, name):
+  arguments = [f'--name={name}', '--slice=v6e-8', '--image=i', '--', 'x']
+  with pytest.raises(SystemExit) as ended:
+    gke.main(arguments)
+  assert ended.value.code == 2
+  assert 'must be at most 46' in capsys.readouterr().err

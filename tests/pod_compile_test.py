@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checked-in figures of slices of TPU chips are whole and without fault."""
+
+import pathlib
+import re
+
+import pytest
+
+from experiments import pod_compile
+
+# TODO: all of them, once `pod_compile --missing` has gone through the rest.
+COMPLETE = (('Llama-3.1-8B', 'v5e-8'),)
+DOCS = pathlib.Path(__file__).parents[1] / 'docs' / 'pods.md'
+
+
+@pytest.fixture(scope='module')
+def checked_in():
+  return pod_compile.load()
+
+
+def test_records_are_of_cells_in_their_order_and_without_fault(checked_in):
+  cells = [cell.key for cell in pod_compile.cells()]
+  assert [*checked_in] == [key for key in cells if key in checked_in]
+  wrong = {
+    key: [*pod_compile.faults(record)]
+    for key, record in checked_in.items()
+    if [*pod_compile.faults(record)]
+  }
+  # With two KV heads a chip, rounds copy tails and sinks: docs/pods.md.
+  assert {key[1:3] for key in wrong} <= {('v5p-8', 'rounds')}
+  assert all(fault.startswith('copies bf16') for (fault,) in wrong.values())
+  assert not re.search(r'\bu8\[', str(wrong))  # planes never
+
+
+@pytest.mark.parametrize('model, topology', COMPLETE)
+def test_every_cell_has_a_record(model, topology, checked_in):
+  cells = [c.key for c in pod_compile.cells() if c.key[:2] == (model, topology)]
+  assert len(cells) == 2 * len(pod_compile.COLLECTIVES)
+  assert {*cells} <= checked_in.keys()
+
+
+def test_the_compiler_lays_arrays_out_as_the_budget_counts(checked_in):
+  """Else `hbm_bytes`, which rests on the budget, would be too small."""
+  for key, record in checked_in.items():
+    assert 0.99 < record['arguments_over_budget'] < 1.01, key
+
+
+def test_docs_show_what_fits(checked_in):
+  assert pod_compile.table([*checked_in.values()]) in DOCS.read_text('utf-8')
+
+
+@pytest.mark.xdist_group('libtpu')
+def test_a_cell_compiles_as_its_record_says(checked_in):
+  cell = pod_compile.Cell(
+    model='Llama-3.1-8B', topology='v5e-8', stage='split', tokens=32 * 1024
+  )
+  record = pod_compile.measure(cell)
+  assert not [*pod_compile.faults(record, checked_in[cell.key])]
+  assert record.keys() == checked_in[cell.key].keys()
+
+
+@pytest.mark.parametrize(
+  'change, words',
+  [
+    ({'cache_copies': ['u8[2] copy']}, r'copies u8\[2\] copy'),
+    ({'collectives': {'all-gather': 1}}, 'communicates .*all-gather'),
+    ({'hbm_bytes': 15 << 30}, r'fits no more: 15\.0 of 16 \*\*no\*\*'),
+    ({'flops': 104.0}, 'flops 100.0 -> 104.0'),
+  ],
+)
+def test_what_is_wrong_or_worse_is_named(change, words):
+  record = {
+    'stage': 'split',
+    'collectives': {},
+    'cache_copies': [],
+    'flops': 100.0,
+    'bytes': 100.0,
+    'hbm_bytes': 14 << 30,
+    'hbm_limit_bytes': 16 << 30,
+  }
+  assert not [*pod_compile.faults(record | {'flops': 103.0}, record)]
+  fault, *_ = pod_compile.faults(record | change, record)
+  assert re.search(words, fault)
+
+
+def test_slots_fill_what_may_be_used():
+  record = {'hbm_limit_bytes': 1000, 'hbm_bytes': 500, 'kv_bytes': 400}
+  assert pod_compile.most_slots(record) == 8
+  assert pod_compile.most_slots(record | {'hbm_bytes': 901}) == 3
