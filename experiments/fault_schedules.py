@@ -32,7 +32,6 @@ from lynx_jax.transport.streams import TransferError, WireFormat
 
 BOUND_S = 30.0  # much more than any recovery takes, much less than for ever
 _FREE_S = 2.0  # the sender's bytes are back within 1 s; the machine is busy
-_COLD_FREE_S = 15.0  # a fresh process frees after what it compiles just then
 _TYPED = (TransferError, NonFiniteError)
 
 
@@ -171,8 +170,7 @@ class Bench:
     outcome.made = {fault.value: n for fault, n in faults.made.items()}
     outcome.seconds = time.monotonic() - start_s
     left = self.held()  # waits for a process that is stopped
-    killed = schedule.plan.peer and schedule.plan.peer.what is Peer.KILL
-    until_s = time.monotonic() + (_COLD_FREE_S if killed else _FREE_S)
+    until_s = time.monotonic() + _FREE_S
     while left != (0, 0, 0):
       if time.monotonic() > until_s:
         outcome.leaked = True

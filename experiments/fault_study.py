@@ -15,6 +15,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -165,7 +166,8 @@ class Processes:
   """A prefill process, and one that stands by until it is killed."""
 
   def __init__(self):
-    self._now, self._next = pair.Prefill('tiny'), pair.Prefill('tiny')
+    self._programs = tempfile.TemporaryDirectory()
+    self._now, self._next = self._prefill(), self._prefill()
     self._timer: threading.Timer | None = None
     self._dead: list[pair.Prefill] = []
 
@@ -196,10 +198,14 @@ class Processes:
       self._timer.join()
     for process in (self._now, self._next, *self._dead):
       process.close()
+    self._programs.cleanup()
+
+  def _prefill(self) -> pair.Prefill:
+    return pair.Prefill('tiny', programs=self._programs.name)
 
   def _replace(self) -> None:
     self._dead.append(self._now)
-    self._now, self._next = self._next, pair.Prefill('tiny')
+    self._now, self._next = self._next, self._prefill()
 
 
 def _bench(processes: Processes) -> fault_schedules.Bench:

@@ -27,7 +27,7 @@ from experiments import (
   summaries,
 )
 from lynx_jax import programs, timeline
-from lynx_jax.config import EngineConfig, check_together
+from lynx_jax.config import EngineConfig, check_together, require
 from lynx_jax.engine import Costs, Engine, Form, Mode, Request, Step
 from lynx_jax.prefill import Prompt
 from lynx_jax.timeline import Phase
@@ -35,6 +35,7 @@ from lynx_jax.transport.streams import WireFormat
 
 _STEPS = 20  # pairs of steps that a ratio of step times is the median of
 _PREFILLS = 3  # one alone was 20 % off the run's median (measured)
+_LONGEST_TRANSFER_S = 3600.0  # nobody wants to wait longer in silence
 _CHUNK_SHARE = 0.01  # of the bound: the longest that a chunk may take
 
 
@@ -175,6 +176,7 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
           f' decode step {step_s:.3f} s, INT8 {size / 1e6:.1f} MB; at '
           f'{rate_gbps * 1e3:.4g} Mbit/s the share is {share:.1%}'
         )
+        check_wait(file, size, rate_gbps, rtt_ms)
         seen_gbps = rate_gbps
         if settings.auto and not settings.link.emulated:
           seen_gbps = _seen_gbps(line.engine, prompt, rtt_ms)
@@ -248,6 +250,19 @@ def _advised(settings, model, texts, plan: _Plan, screen) -> config.Scheme:
     + ', '.join(f'{name} {s / runs:.3g} s' for name, s in first_s.items())
   )
   return next(s for s in settings.schemes if s.name == chosen)
+
+
+def check_wait(
+  prompt: str, size_bytes: int, rate_gbps: float, rtt_ms: float
+) -> None:
+  """Raises `ConfigError` if a transfer takes hours of silence."""
+  transfer_s = size_bytes * 8e-9 / rate_gbps + rtt_ms / 1e3
+  require(
+    transfer_s <= _LONGEST_TRANSFER_S,
+    f'{prompt}: INT8 takes {transfer_s / 3600:.3g} hours at '
+    f'link.rate_gbps={rate_gbps:.4g}, link.rtt_ms={rtt_ms:g}; take a faster '
+    'link or fewer prompt_tokens',
+  )
 
 
 class _Study:

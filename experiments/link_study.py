@@ -56,7 +56,7 @@ _MODEL = ModelConfig(
 )
 _CODEC = CodecConfig(sinks=0, recent_tokens=0)
 _CONTROL_GBPS = 100.0
-_CREDITS = 8  # messages in which a window is given back
+_CREDITS = 4  # messages in which a window is given back
 _PAIRS = 5
 _SOCKET_PORT = 7999
 _WAIT_S = 60.0

@@ -9,11 +9,12 @@ on its standard input: `held` and `memory`. It ends with its standard input.
 
 import ctypes
 import dataclasses
+import os
 import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill_server import PrefillServer
 from lynx_jax.transport.streams import WireFormat
 
-_ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[1]
 _END_S = 5.0
 
 
@@ -98,26 +99,41 @@ def prompt(kind: Kind, tokens: int, seed: int = 0) -> list[int]:
   return rng.integers(0, kind.model.vocab, tokens).tolist()
 
 
-class Prefill:
-  """The prefill process.
+def keeping(programs: str) -> dict[str, str]:
+  """Returns the environment of processes that share compiled programs."""
+  return {
+    'JAX_ENABLE_COMPILATION_CACHE': 'true',
+    'JAX_COMPILATION_CACHE_DIR': programs,
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+  }
+
+
+class Process:
+  """A prefill process that prints its port, and answers commands.
+
+  It ends with its standard input.
 
   Args:
-    kind: a name of KINDS.
+    words: of its command line.
     host: numeric address that it serves at.
-    inside: command words that put it in a namespace.
+    environment: what is set in it besides.
   """
 
   def __init__(
-    self, kind: str, host: str = '127.0.0.1', inside: Sequence[str] = ()
+    self,
+    words: Sequence[str],
+    host: str = '127.0.0.1',
+    environment: Mapping[str, str] | None = None,
   ):
     self._host = host
     self._process = subprocess.Popen(
-      [*inside, sys.executable, '-m', 'experiments.pair', kind, host],
-      cwd=_ROOT,
+      [*words],
+      cwd=ROOT,
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
       start_new_session=True,
+      env=os.environ | (environment or {}),
     )
     self._port = 0
 
@@ -131,13 +147,8 @@ class Prefill:
 
   def held(self) -> tuple[int, int, int]:
     """Returns published bytes, prompts and peers that the process holds."""
-    live, prompts, peers = self._ask('held')
+    live, prompts, peers = self.ask('held')
     return live, prompts, peers
-
-  def memory(self) -> int:
-    """Returns its resident bytes, after giving back what malloc keeps."""
-    (resident,) = self._ask('memory')
-    return resident
 
   def signal(self, number: signal.Signals) -> None:
     self._process.send_signal(number)
@@ -154,11 +165,43 @@ class Prefill:
       self._process.wait()
     self._process.stdout.close()
 
-  def _ask(self, question: str) -> list[int]:
+  def tell(self, command: str) -> None:
     assert self._process.stdin is not None
+    print(command, file=self._process.stdin, flush=True)
+
+  def ask(self, command: str) -> list[int]:
+    """Returns the numbers that it answers."""
     assert self._process.stdout is not None
-    print(question, file=self._process.stdin, flush=True)
+    self.tell(command)
     return [int(word) for word in self._process.stdout.readline().split()]
+
+
+class Prefill(Process):
+  """One that runs this module.
+
+  Args:
+    kind: a name of KINDS.
+    host: numeric address that it serves at.
+    inside: command words that put it in a namespace.
+    programs: folder of compiled programs; the next one there starts sooner.
+  """
+
+  def __init__(
+    self,
+    kind: str,
+    host: str = '127.0.0.1',
+    inside: Sequence[str] = (),
+    programs: str | None = None,
+  ):
+    own = (sys.executable, '-m', 'experiments.pair', kind, host)
+    super().__init__(
+      [*inside, *own], host, {} if programs is None else keeping(programs)
+    )
+
+  def memory(self) -> int:
+    """Returns its resident bytes, after giving back what malloc keeps."""
+    (resident,) = self.ask('memory')
+    return resident
 
 
 def placement() -> Any:
@@ -175,6 +218,7 @@ def _serve(kind: Kind, host: str) -> None:
     lease_s=kind.lease_s,
     window_bytes=kind.window_bytes,
   )
+  server.warm_up()
   print(server.port, flush=True)
   for line in sys.stdin:
     if line.strip() == 'held':

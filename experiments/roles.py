@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from absl import logging
 
@@ -118,7 +119,7 @@ def serve(
   engine = dataclasses.replace(settings.engine, prompt_tokens=longest)
   int8 = config.scheme('int8', settings.codec)  # sets the rates
   codecs = dict.fromkeys(s.codec for s in (int8, *settings.schemes))
-  window = {}
+  window: dict[str, Any] = {}
   if settings.transfer.window_bytes is not None:
     window['window_bytes'] = settings.transfer.window_bytes
   server = PrefillServer(

@@ -15,6 +15,8 @@ Parts, each of which can be run alone with --parts:
 """
 
 import argparse
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,26 +41,38 @@ PARTS: dict[str, Callable[[results.Writer], Records]] = {
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
+  """Runs the parts, whatever becomes of the others; returns the exit code."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument('--workdir', default='runs/transport')
   parser.add_argument('--parts', default=','.join(PARTS))
   chosen = parser.parse_args(arguments)
+  names = chosen.parts.split(',')
+  if unknown := [name for name in names if name not in PARTS]:
+    parser.error(f'--parts={unknown[0]} must be of {", ".join(PARTS)}')
+  failed = []
   with results.Writer(chosen.workdir) as writer:
-    names = chosen.parts.split(',')
-    if unknown := [name for name in names if name not in PARTS]:
-      parser.error(f'--parts={unknown[0]} must be of {", ".join(PARTS)}')
     for name in names:
-      for record in PARTS[name](writer):
-        writer.write(record)
-        if record['kind'] == 'summary':
-          print(
-            f'{record["name"]}: {record["value"]:.4g} {record["unit"]}',
-            flush=True,
-          )
+      try:
+        _run(PARTS[name], writer)
+      except Exception:  # the other parts' figures are wanted all the same
+        traceback.print_exc()
+        failed.append(name)
+  if failed:
+    print(f'to be repeated: --parts={",".join(failed)}', file=sys.stderr)
+  return int(bool(failed))
+
+
+def _run(part: Callable[[results.Writer], Records], writer: Any) -> None:
+  for record in part(writer):
+    writer.write(record)
+    if record['kind'] == 'summary':
+      print(
+        f'{record["name"]}: {record["value"]:.4g} {record["unit"]}', flush=True
+      )
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec
 from lynx_jax import kv_cache
 from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
+from lynx_jax.agreed_prefill import AgreedPrefill
 from lynx_jax.config import (
   CodecConfig,
   Drafter,
@@ -73,6 +74,7 @@ from lynx_jax.speculative import decode, draft_length, prompt_lookup
 from lynx_jax.speculative import slots as slots_lib
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport.courier import Arrival, Cut, Transport
+from lynx_jax.transport.exchange import Exchange
 from lynx_jax.transport.progress import Progress
 from lynx_jax.transport.streams import (
   Chunk,
@@ -176,6 +178,9 @@ class Engine:
       function that cuts payloads; like any prefill side, it must deliver to
       the devices of `decode_model`.
     end_tokens: ids after which nothing follows.
+    exchange: between the processes that decode runs in, if there are several.
+      Each has an engine, of which the same things must be asked in the same
+      order, and a `RemotePrefill` that brings the parts of its own devices.
   """
 
   def __init__(
@@ -187,6 +192,7 @@ class Engine:
     *,
     connect: Callable[[Cut], Transport] | None = None,
     end_tokens: Sequence[int] = (),
+    exchange: Exchange | None = None,
   ):
     model = decode_model.config
     check_together(model, codec, config)
@@ -213,6 +219,7 @@ class Engine:
       ),
       mesh_lib.place(mesh, PartitionSpec()),
     )
+    self._exchange = exchange
     self._has_residual = any(
       self.wire.planes(group) > 1
       for group in range(len(self.wire.layer_counts))
@@ -232,6 +239,8 @@ class Engine:
       self._sender = Sender(
         Prefill(prefill, codec, config), self.wire, connect, parts
       )
+    elif exchange is not None:
+      self._sender = AgreedPrefill(prefill, exchange)
     else:
       self._sender = prefill
 
@@ -261,7 +270,7 @@ class Engine:
     self._require_idle('warm_up')
     strings: _Strings = {}
     for part, arrays in self._sender.warm_up():
-      where = wire_lib.places(self._mesh, len(arrays))
+      where = wire_lib.places(mesh_lib.local(self._mesh), len(arrays))
       arrays = jax.device_put(arrays, where)
       self._insert(0, 0, part, arrays, strings)
     self._merge(0, strings, self.config.prompt_tokens)
@@ -276,11 +285,10 @@ class Engine:
     for step in dict.fromkeys((drafts, Step.VERIFY, Step.PLAIN)):
       self.time_step(step)  # compiles
       times[step] = min(self.time_step(step) for _ in range(4))
-    self.costs = Costs(
-      draft_s=times[drafts],
-      verify_s=times[Step.VERIFY],
-      plain_s=times[Step.PLAIN],
-    )
+    costs = times[drafts], times[Step.VERIFY], times[Step.PLAIN]
+    if self._exchange is not None:  # what is decided by them is decided alike
+      costs, *_ = self._exchange.gather(costs)
+    self.costs = Costs(*costs)
     return self.costs
 
   def time_step(self, step: Step) -> float:
@@ -658,7 +666,7 @@ class Engine:
     if chunk.exact_bytes:
       result.exact_s = at_s
     if chunk.residual_bytes or chunk.exact_bytes:
-      entry.rate = chunk.bytes / max(arrival.arrived_s - arrival.sent_s, 1e-9)
+      entry.rate = chunk.bytes / max(arrival.seconds, 1e-9)
     anchor = not chunk.residual_bytes and not chunk.exact_bytes
     result.timeline.add(
       _PHASES[Stream.ANCHOR if anchor else chunk.stream],

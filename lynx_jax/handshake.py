@@ -6,6 +6,7 @@ It knows no channel: values in, values out.
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,7 @@ from lynx_jax.config import (
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.transport import digest
-from lynx_jax.transport.messages import Scalar
+from lynx_jax.transport.messages import Mesh, Scalar
 from lynx_jax.transport.streams import DENSE_BYTES, Segment, WireFormat
 
 # Of EngineConfig: what decides which bits are made, and what decode decides.
@@ -107,6 +108,28 @@ def sender_bytes(wire: WireFormat, window_bytes: int) -> int:
   return engine.slots * prompt + window_bytes
 
 
+def mesh_of(mesh: jax.sharding.Mesh) -> Mesh:
+  """Returns what a side says of its mesh."""
+  processes = {device.process_index for device in mesh.devices.flat}
+  shards, replicas = mesh.devices.shape
+  return shards, replicas, len(processes)
+
+
+def process_of(mesh: jax.sharding.Mesh) -> int:
+  """Returns which of the mesh's processes this one is."""
+  processes = {device.process_index for device in mesh.devices.flat}
+  return sorted(processes).index(jax.process_index())
+
+
+def described(mesh: Mesh) -> str:
+  """Returns a mesh in words."""
+  shards, replicas, processes = mesh
+  return (
+    f'KV heads in {shards} parts, each on {replicas} devices, in {processes} '
+    'processes'
+  )
+
+
 def difference(
   sender: Mapping[str, Scalar], receiver: Mapping[str, Scalar]
 ) -> list[tuple[str, Scalar, Scalar]]:
@@ -119,6 +142,7 @@ def difference(
   ]
 
 
+@functools.lru_cache(maxsize=256)
 def manifest_hash(wire: WireFormat, prompt_tokens: int) -> str:
   """Returns a hash of everything that a request's manifest says.
 

@@ -122,6 +122,78 @@ def outputs(mesh: Mesh | None, specs: Any) -> Any:
   return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
+@functools.cache
+def local(mesh: Mesh) -> Mesh:
+  """Returns the part of a mesh that lies in this process: all or some KV rows.
+
+  Raises:
+    ConfigError: a KV head lies on devices of several processes.
+  """
+  own = jax.process_index()
+  processes = [{d.process_index for d in row} for row in mesh.devices]
+  require(
+    all(len(found) == 1 for found in processes),
+    f'a mesh of {len(mesh.devices)} KV rows has rows in several processes; '
+    'take as many processes as divide the KV heads',
+  )
+  here = [row[0].process_index == own for row in mesh.devices]
+  return Mesh(mesh.devices[here], mesh.axis_names)
+
+
+def own(x: jax.Array) -> jax.Array:
+  """Returns the part of an array that lies in this process, without a copy.
+
+  Programs on it need nothing of other processes, nor their order.
+  """
+  if x.is_fully_addressable:
+    return x
+  whole = of_sharding(x.sharding)
+  mesh = local(whole)
+  shards = [shard.data for shard in x.addressable_shards]
+  if mesh.size == 1:
+    return shards[0]
+  assert isinstance(x.sharding, NamedSharding)
+  split = x.sharding.spec
+  count = len(whole.devices) // len(mesh.devices)
+  shape = tuple(
+    size // count if axis < len(split) and split[axis] else size
+    for axis, size in enumerate(x.shape)
+  )
+  return jax.make_array_from_single_device_arrays(
+    shape, NamedSharding(mesh, split), shards
+  )
+
+
+def put(values: Any, where: Any) -> Any:
+  """Places a tree of values that every process of the places has.
+
+  Args:
+    values: numpy arrays.
+    where: their shardings.
+  """
+  return jax.tree.map(
+    lambda x, place: jax.make_array_from_callback(
+      x.shape, place, lambda index: x[index]
+    ),
+    values,
+    where,
+  )
+
+
+def everywhere(mesh: Mesh, tree: Any) -> Any:
+  """Returns small arrays so that every process of a mesh can read them."""
+  if not mesh.is_multi_process:
+    return tree
+  return _everywhere_program(mesh)(tree)
+
+
+@functools.cache
+def _everywhere_program(mesh: Mesh):
+  return jax.jit(
+    lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec())
+  )
+
+
 def places(mesh: Mesh, params: nnx.State) -> nnx.State:
   """Returns where every parameter lies, by the axes that it was made with.
 

@@ -289,7 +289,7 @@ class Prefill:
       np.int32(offset + len(part)),
       sampling.row(),
     )
-    token, good = fetch((last, finite))
+    token, good = fetch(mesh_lib.everywhere(self._mesh, (last, finite)))
     good = np.all(np.concatenate(good), axis=-1)
     if not good.all():
       raise NonFiniteError(_explain(good, offset, offset + len(part)))
@@ -297,7 +297,10 @@ class Prefill:
 
   @spanned(Phase.SPLIT)
   def split(self, prompt: Prompt, token_chunk: int) -> None:
-    """Splits one computed token chunk; waits for the device."""
+    """Splits one computed token chunk; waits for the device.
+
+    Each process splits what it has; nothing is said between them.
+    """
     offset = np.int32(token_chunk * self._engine.token_chunk)
     parts = [
       _split_program(
@@ -306,7 +309,7 @@ class Prefill:
         self._codec.sinks,
         self._engine.token_chunk,
         self._engine.implementation,
-      )(kv, offset)
+      )(jax.tree.map(mesh_lib.own, kv), offset)
       for (start, _), kv in zip(self._ranges, prompt.kv, strict=True)
     ]
     prompt.split[token_chunk] = jax.block_until_ready(tuple(parts))

@@ -20,8 +20,10 @@ from absl import logging
 from flax import nnx
 
 from lynx_jax import handshake, mesh
+from lynx_jax import sender as sender_lib
 from lynx_jax import wire as wire_lib
 from lynx_jax.config import ConfigError, Target
+from lynx_jax.lockstep import Form, Lockstep, LockstepPrefill
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill
 from lynx_jax.requests import Mode
@@ -36,6 +38,7 @@ from lynx_jax.sender import (
 from lynx_jax.timeline import Phase, Timeline
 from lynx_jax.transport import control, digest, messages, pull
 from lynx_jax.transport.byte_stream import ByteSource
+from lynx_jax.transport.exchange import Exchange
 from lynx_jax.transport.publisher import Announcement, Publisher
 from lynx_jax.transport.streams import WireFormat
 
@@ -62,6 +65,8 @@ class PrefillServer:
     window_bytes: most bytes published for one peer and not landed.
     memory_bytes: what all peers' prompts and windows may take together; who
       does not fit is turned away. None is no limit.
+    exchange: between the processes that prefill runs in, if there are several.
+      Each has a server of its own, for the decode process of its number.
 
   Raises:
     ConfigError: an address cannot be bound.
@@ -78,14 +83,18 @@ class PrefillServer:
     lease_s: float = 10.0,
     window_bytes: int = 64 * 2**20,
     memory_bytes: int | None = None,
+    exchange: Exchange | None = None,
   ):
     self.model, self.lease_s, self.window_bytes = model, lease_s, window_bytes
     self._fingerprint = handshake.fingerprint(model)
     own = mesh.of(nnx.state(model))
     for wire in formats:
       wire_lib.check_mesh(wire.codec, own)
-    self.shards = len(own.devices)
+    self.mesh, self._process = handshake.mesh_of(own), handshake.process_of(own)
     self._formats = formats
+    self._lockstep = (
+      None if exchange is None else Lockstep(exchange, self._make)
+    )
     self._pull_host, self._memory_bytes = pull_host, memory_bytes
     self._lock = threading.Lock()  # guards the three below
     self._reserved_bytes = 0
@@ -99,6 +108,30 @@ class PrefillServer:
     )
     if pull_host is not None and self._start_server(pull_host) is None:
       self._pull_host = None
+
+  def warm_up(self) -> None:
+    """Compiles what prompts need, as long as nobody waits for them.
+
+    What a peer chooses otherwise than the formats is compiled when it asks.
+    """
+    for wire in self._formats:
+      prefill = self.prefill(wire)
+      for _, parts in sender_lib.warm_up(prefill, wire, self.mesh[0]):
+        jax.block_until_ready(digest.pack((parts,)))
+
+  def prefill(self, wire: WireFormat) -> Prefill | LockstepPrefill:
+    """Returns what computes prompts of one of the formats, or alike."""
+    codecs = [served.codec for served in self._formats]
+    chosen = handshake.choices(wire.engine)
+    form = codecs.index(wire.codec), tuple(sorted(chosen.items()))
+    if self._lockstep is None:
+      return self._make(form)
+    return self._lockstep.prefill(form)
+
+  def _make(self, form: Form) -> Prefill:
+    served, chosen = form
+    wire = handshake.choose(self._formats[served], dict(chosen))
+    return Prefill(self.model, wire.codec, wire.engine)
 
   def live_bytes(self) -> int:
     """Returns the bytes that are published and have not landed."""
@@ -138,6 +171,8 @@ class PrefillServer:
     self._server.stop(grace=0.5).wait()
     while self.peers:
       time.sleep(0.01)
+    if self._lockstep is not None:
+      self._lockstep.close()
 
   def match(self, hello: messages.Hello) -> WireFormat | messages.Refused:
     """Returns the format for a peer, or why there is none.
@@ -161,10 +196,18 @@ class PrefillServer:
       field, sender, receiver = differences[nearest][0]
       return messages.Refused(field=field, sender=sender, receiver=receiver)
     wire = self._formats[nearest]
-    heads = wire.model.kv_heads
-    if hello.shards < 1 or heads % hello.shards:
+    heads, (shards, _, processes) = wire.model.kv_heads, hello.mesh
+    if shards < 1 or heads % shards or processes != self.mesh[2]:
       return messages.Refused(
-        field='shards', sender=f'{heads} KV heads', receiver=hello.shards
+        field=messages.MESH,
+        sender=f'{heads} {handshake.described(self.mesh)}',
+        receiver=handshake.described(hello.mesh),
+      )
+    if hello.process != self._process:
+      return messages.Refused(
+        field=messages.PROCESS,
+        sender=self._process,
+        receiver=hello.process,
       )
     try:
       return handshake.choose(wire, hello.choices)
@@ -246,7 +289,7 @@ class PrefillServer:
           channel.send(refused)
           return
         source = stack.enter_context(self.source(hello.pulls))
-        parts = math.lcm(self.shards, hello.shards)
+        parts = math.lcm(self.mesh[0], hello.mesh[0])
         session = _Session(self, channel, wire, source, window_bytes, parts)
         with self._lock:
           self._sessions[name] = session
@@ -321,7 +364,7 @@ class _Session:
         if isinstance(self.source, pull.PullSource)
         else None,
         probe=self.source.publish((probe,)) if pulls else 0,
-        shards=self._server.shards,
+        mesh=self._server.mesh,
       )
     )
     while True:
@@ -362,9 +405,8 @@ class _Session:
 
   def _started(self) -> Sender[Publisher]:
     if self._sender is None:
-      prefill = Prefill(self._server.model, self._wire.codec, self._wire.engine)
       self._sender = Sender(
-        prefill,
+        self._server.prefill(self._wire),
         self._wire,
         lambda cut: Publisher(
           self.source, cut, self._announce, self._fail, self._window_bytes

@@ -105,7 +105,12 @@ def fetch(tree: _Tree, read: Read = Read.RESULT) -> Any:
       counts.fetches += 1
     else:
       counts.transfer_fetches += 1
-  return jax.tree.map(np.asarray, jax.device_get(tree))
+  # As `jax.device_get` does, in half of its time on the host.
+  leaves, structure = jax.tree.flatten(tree)
+  for leaf in leaves[1:]:  # the first one is waited for at once
+    if isinstance(leaf, jax.Array):
+      leaf.copy_to_host_async()
+  return jax.tree.unflatten(structure, [np.asarray(leaf) for leaf in leaves])
 
 
 def _on_compile(event: str, duration_secs: float, **kwargs: str | int) -> None:

@@ -49,7 +49,7 @@ from lynx_jax.transport.streams import (
 _TICK_S = 0.02  # longest time in which nobody looks after stalls and leases
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 1.0
 _PROBE_S = 5.0  # limit of the pull that tries out a transfer server
-_CREDITS = 8  # messages in which a window is given back
+_CREDITS = 4  # messages in which a window is given back
 _CLOCK_BEATS = 4  # at the start of a session
 _NOBODY = -(2**31)  # request id of chunks that are fetched to be thrown away
 
@@ -129,8 +129,11 @@ class RemotePrefill:
     window_bytes: int | None = None,
     faults: Faults | None = None,
   ):
-    self._wire, self._mesh = wire, mesh_lib.of_sharding(sharding)
-    self._shards: int | None = None  # of the sender; it may not change
+    self._wire = wire
+    mesh = mesh_lib.of_sharding(sharding)
+    self._mesh, self._local = handshake.mesh_of(mesh), mesh_lib.local(mesh)
+    self._process = handshake.process_of(mesh)
+    self._theirs: messages.Mesh | None = None  # the sender's; it may not change
     self._places: tuple[Any, ...] = ()
     self._facts = handshake.facts(wire, fingerprint)
     self._dial, self._server = dial, server
@@ -410,7 +413,8 @@ class RemotePrefill:
           choices=handshake.choices(self._wire.engine),
           window_bytes=self._window_bytes,
           pulls=self._server is not None,
-          shards=len(self._mesh.devices),
+          mesh=self._mesh,
+          process=self._process,
         )
       )
       answer = channel.receive(self._patience.handshake_s)
@@ -423,7 +427,7 @@ class RemotePrefill:
           raise control.PeerLost(f'no answer in {self._patience.handshake_s} s')
         case _:
           raise messages.ProtocolError(f'{type(answer).__name__} is no welcome')
-      self._divide(answer.shards)
+      self._divide(answer.mesh)
       link = self._link(channel, answer)
       if self._faults is not None:
         link = self._faults.link(link)
@@ -446,22 +450,26 @@ class RemotePrefill:
           entry.released = entry.refused = False
           self._ask_for(entry)
 
-  def _divide(self, shards: int) -> None:
-    """Says in which parts slices come from a sender with so many shards.
+  def _divide(self, theirs: messages.Mesh) -> None:
+    """Says in which parts slices come from a sender with this mesh.
 
     Raises:
-      HandshakeError: the sender's devices had other parts before: they would
-        compute other bits now.
+      HandshakeError: it does not fit; or the sender had another one before,
+        with which it has computed other bits.
     """
-    heads = self._wire.model.kv_heads
-    if shards < 1 or heads % shards:
-      raise control.HandshakeError('shards', shards, f'{heads} KV heads')
-    if self._shards not in (None, shards):
-      raise control.HandshakeError('shards', shards, self._shards)
-    self._shards = shards
-    parts = math.lcm(shards, len(self._mesh.devices))
-    self._places = wire_lib.places(self._mesh, parts)
-    self._layouts = wire_lib.Layouts(self._wire, self._places)
+    (shards, _, processes), heads = theirs, self._wire.model.kv_heads
+    fits = shards > 0 and heads % shards == 0 and processes == self._mesh[2]
+    if not fits or self._theirs not in (None, theirs):
+      wanted = self._mesh if self._theirs is None else self._theirs
+      raise control.HandshakeError(
+        messages.MESH,
+        handshake.described(theirs),
+        handshake.described(wanted),
+      )
+    self._theirs = theirs
+    parts = math.lcm(shards, self._mesh[0])
+    self._places = wire_lib.places(self._local, parts // processes)
+    self._layouts = wire_lib.Layouts(self._wire, self._places, parts)
 
   def _link(
     self, channel: control.Channel, welcome: messages.Welcome
@@ -762,7 +770,7 @@ class RemotePrefill:
         request=entry.id,
         generation=entry.generation,
         prompt=entry.prompt.astype('<i4').tobytes(),
-        manifest=_hash(self._wire, len(entry.prompt)),
+        manifest=handshake.manifest_hash(self._wire, len(entry.prompt)),
         mode=entry.mode.value,
         sampling=dataclasses.astuple(entry.sampling),
         deadline_in_s=deadline_in_s,
@@ -826,11 +834,6 @@ def _manifest(
   wire: WireFormat, prompt_tokens: int, token_chunk: int
 ) -> tuple[Chunk, ...]:
   return wire.manifest(_NOBODY, prompt_tokens, token_chunk)
-
-
-@functools.lru_cache(maxsize=64)
-def _hash(wire: WireFormat, prompt_tokens: int) -> str:
-  return handshake.manifest_hash(wire, prompt_tokens)
 
 
 def _typed(message: messages.Failed) -> Exception:

@@ -20,7 +20,7 @@ import numpy as np
 
 from lynx_jax import wire as wire_lib
 from lynx_jax.config import Target
-from lynx_jax.prefill import Prefill, Prompt
+from lynx_jax.prefill import Prompt
 from lynx_jax.programs import fetch
 from lynx_jax.requests import Mode
 from lynx_jax.sampling import GREEDY, Sampling
@@ -137,6 +137,55 @@ class PrefillSide(Protocol):
     """Stops; may be called twice."""
 
 
+class Computing(Protocol):
+  """What a `Sender` needs of `prefill.Prefill`."""
+
+  def chunks(
+    self, prompt: np.ndarray, sampling: Sampling = GREEDY
+  ) -> Iterator[Prompt]:
+    """Yields the growing prompt."""
+
+  def split(self, prompt: Prompt, token_chunk: int) -> None:
+    """Splits one computed token chunk."""
+
+
+def warm_up(
+  prefill: Computing, wire: WireFormat, parts: int = 1
+) -> Iterator[tuple[Slice, wire_lib.Parts]]:
+  """Compiles what a prompt needs; yields a payload of every kind.
+
+  Args:
+    prefill: the programs.
+    wire: format of the transfers.
+    parts: that slices travel in; see `wire`.
+  """
+  tokens = np.zeros(wire.engine.token_chunk, np.int32)
+  computed = _whole(prefill, wire, tokens, None, GREEDY)
+  for layer_group in range(len(wire.layer_counts)):
+    if wire.codec.exact:
+      wire_lib.encode(wire, computed, layer_group, 0)
+  for part in wire.slice_kinds():
+    (arrays,) = wire_lib.cut(wire, computed, 0, (part,), parts)
+    yield part, arrays
+
+
+def _whole(
+  prefill: Computing,
+  wire: WireFormat,
+  tokens: np.ndarray,
+  known: Prompt | None,
+  sampling: Sampling,
+) -> Prompt:
+  """Prefills, unless it is known, and splits a whole prompt."""
+  if known is None:
+    *_, known = prefill.chunks(tokens, sampling)
+  end = wire.codec.prefix_end(len(tokens))
+  computed = Prompt(len(tokens), end, known.kv, known.token)
+  for token_chunk in range(wire.token_chunks(len(tokens)) - 1):
+    prefill.split(computed, token_chunk)
+  return computed
+
+
 @dataclasses.dataclass
 class _Job:
   request: int
@@ -165,7 +214,7 @@ class Sender(Generic[Wire]):
 
   def __init__(
     self,
-    prefill: Prefill,
+    prefill: Computing,
     wire: WireFormat,
     connect: Callable[[Cut], Wire],
     parts: int = 1,
@@ -186,13 +235,7 @@ class Sender(Generic[Wire]):
 
   def warm_up(self) -> Iterator[tuple[Slice, wire_lib.Parts]]:
     """Compiles what transfers need; yields a payload of every kind."""
-    computed = self.compute(np.zeros(self._wire.engine.token_chunk, np.int32))
-    for layer_group in range(len(self._wire.layer_counts)):
-      if self._wire.codec.exact:
-        wire_lib.encode(self._wire, computed, layer_group, 0)
-    for part in self._wire.slice_kinds():
-      (arrays,) = self._cut(computed, 0, (part,))
-      yield part, arrays
+    yield from warm_up(self._prefill, self._wire, self._parts)
 
   def compute(
     self,
@@ -212,13 +255,7 @@ class Sender(Generic[Wire]):
         anew.
       sampling: how token 1 is chosen.
     """
-    if known is None:
-      *_, known = self._prefill.chunks(tokens, sampling)
-    end = self._wire.codec.prefix_end(len(tokens))
-    computed = Prompt(len(tokens), end, known.kv, known.token)
-    for token_chunk in range(self._wire.token_chunks(len(tokens)) - 1):
-      self._prefill.split(computed, token_chunk)
-    return computed
+    return _whole(self._prefill, self._wire, tokens, known, sampling)
 
   def payloads(
     self, computed: Prompt
@@ -300,12 +337,15 @@ class Sender(Generic[Wire]):
     return wire_lib.cut(self._wire, prompt, token_chunk, slices, self._parts)
 
   def close(self) -> None:
-    """Stops after the chunk being computed; may be called twice."""
+    """Stops after the chunk being computed; may be called twice.
+
+    What is on its way is freed before that: nobody waits for a compilation.
+    """
     for request in tuple(self._jobs):
       self.drop(request)
     self._waiting.put(None)
-    self._thread.join()
     self.transport.close()
+    self._thread.join()
 
   def _run(self) -> None:
     # Prompts whose exact plane is being encoded, a string a step, while no

@@ -103,8 +103,12 @@ def cut(
     token_chunk: of the chunk.
     slices: of the chunk.
     parts: that a slice travels in; a multiple of the prefill side's shards.
+
+  Returns:
+    The parts that lie in this process.
   """
-  devices = mesh_lib.of(prompt.kv).devices
+  mesh = mesh_lib.of(prompt.kv)
+  count = parts // len(mesh.devices)
   size, group = wire.engine.token_chunk, wire.codec.group
   first_group = token_chunk * size // group
   payload = []
@@ -114,7 +118,8 @@ def cut(
     rows: tuple[int, ...]
     if part.segment is Segment.TAIL:
       kv = prompt.kv[part.layer_group]
-      arrays, rows = (kv.k, kv.v), (TAIL_BLOCK,) * 2
+      arrays = mesh_lib.own(kv.k), mesh_lib.own(kv.v)
+      rows = (TAIL_BLOCK,) * 2
       base = prompt.prefix_tokens
     elif part.segment is Segment.EXACT:
       arrays, rows = (prompt.exact[part.layer_group, token_chunk],), (1,)
@@ -126,7 +131,7 @@ def cut(
       else:
         arrays, rows = _prefix_arrays(split.k, split.v, part.plane, group)
         packed, first = isinstance(split.k, PackedTensor), first_group
-    cut_parts = _cut_program(rows, 2 if packed else 1, parts // len(devices))(
+    cut_parts = _cut_program(rows, 2 if packed else 1, count)(
       arrays,
       np.asarray(part.layers, np.int32),
       np.asarray(part.indices, np.int32) - np.int32(first),
@@ -135,7 +140,7 @@ def cut(
     payload.append(
       tuple(
         jax.tree.map(functools.partial(_on, device), arrays)
-        for device, *_ in devices
+        for device, *_ in mesh_lib.local(mesh).devices
         for arrays in cut_parts
       )
     )
@@ -143,7 +148,12 @@ def cut(
 
 
 def places(mesh: Mesh, parts: int) -> tuple[SingleDeviceSharding, ...]:
-  """Returns where each part of a slice goes on a decode side's mesh."""
+  """Returns where each part of a slice goes on a decode side's mesh.
+
+  Args:
+    mesh: what lies in this process.
+    parts: that go to this process.
+  """
   count = parts // len(mesh.devices)
   return tuple(
     SingleDeviceSharding(device)
@@ -156,7 +166,8 @@ def destination(mesh: Mesh) -> Callable[[Sequence[Parts]], Any]:
   """Returns the function that says where a payload goes, for a link."""
 
   def of(payload: Sequence[Parts]) -> Any:
-    return tuple(places(mesh, len(parts)) for parts in payload)
+    own = mesh_lib.local(mesh)
+    return tuple(places(own, len(parts)) for parts in payload)
 
   return of
 
@@ -279,14 +290,18 @@ def merge(
 
 
 def specs(
-  wire: WireFormat, part: Slice, where: Sequence[SingleDeviceSharding]
+  wire: WireFormat,
+  part: Slice,
+  where: Sequence[SingleDeviceSharding],
+  parts: int,
 ) -> Any:
   """Returns what the payload of a slice looks like, as `ShapeDtypeStruct`s.
 
   Args:
     wire: format of the request.
     part: the slice.
-    where: each of its parts goes; see `places`.
+    where: each of the parts goes that come to this process; see `places`.
+    parts: of the slice, in all processes.
   """
   if part.segment is Segment.EXACT:
     shape = (len(part.layers), 1, _PAGE)
@@ -302,7 +317,7 @@ def specs(
       return None
     unit = list(buffer.shape)
     unit[axis] = size
-    unit[heads] //= len(where)
+    unit[heads] //= parts
     return jax.ShapeDtypeStruct(
       (len(part.layers), *unit[2:]), buffer.dtype, sharding=place
     )
@@ -316,10 +331,19 @@ class Layouts:
   """What the payloads of chunks look like on one placement.
 
   Slices of one kind and size look alike, so each is worked out once.
+
+  Args:
+    wire, where, parts: as for `specs`; by default all parts come here.
   """
 
-  def __init__(self, wire: WireFormat, where: Sequence[SingleDeviceSharding]):
+  def __init__(
+    self,
+    wire: WireFormat,
+    where: Sequence[SingleDeviceSharding],
+    parts: int | None = None,
+  ):
     self._wire, self._where = wire, where
+    self._parts = len(where) if parts is None else parts
     self._known: dict[tuple[Any, ...], tuple[digest.Layout, ...]] = {}
 
   def __call__(self, chunk: Chunk) -> list[tuple[digest.Layout, ...]]:
@@ -330,7 +354,7 @@ class Layouts:
     key = part.segment, part.plane, part.layer_group, len(part.layers)
     if key not in self._known:
       self._known[key] = tuple(
-        map(digest.Layout, specs(self._wire, part, self._where))
+        map(digest.Layout, specs(self._wire, part, self._where, self._parts))
       )
     return self._known[key]
 
@@ -370,22 +394,23 @@ def _joined(mesh: Mesh, payload: Parts, heads: int) -> Parts:
 
   Args:
     mesh: of the decode side.
-    payload: its parts.
+    payload: the parts that came to this process.
     heads: axis of the KV heads.
   """
   if mesh.size == 1:
     return payload
-  count = len(payload) // len(mesh.devices)
+  rows = mesh_lib.local(mesh).devices
+  count = len(payload) // len(rows)
 
   def join(*own):
     # Devices with the same heads copy from the first of them.
     copies = [
       jax.device_put(x, device)
-      for x, devices in zip(own, mesh.devices, strict=True)
+      for x, devices in zip(own, rows, strict=True)
       for device in devices
     ]
     shape = list(own[0].shape)
-    shape[heads] *= len(own)
+    shape[heads] *= len(mesh.devices)
     split = PartitionSpec(*[None] * heads, mesh_lib.KV)
     return jax.make_array_from_single_device_arrays(
       tuple(shape), NamedSharding(mesh, split), copies

@@ -76,6 +76,14 @@ def test_a_server_that_ends_is_a_lost_peer():
   channel.close()
 
 
+def test_where_nobody_listens_the_remedy_is_named():
+  with socket.create_server(('127.0.0.1', 0)) as free:
+    port = free.getsockname()[1]
+  channel = control.ClientChannel(f'127.0.0.1:{port}')
+  _is_refused(channel, f'{port}.*start prefill, or check the address')
+  channel.close()
+
+
 def test_a_port_serves_once():
   server, port = control.serve(_answer, _echo, '127.0.0.1:0')
   with pytest.raises(ConfigError, match='cannot be bound'):

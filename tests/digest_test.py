@@ -88,6 +88,7 @@ def test_packed_arrays_come_out_again():
   arrays = (
     jnp.arange(7, dtype=jnp.uint8).reshape(7, 1),
     None,
+    jnp.ones((2, digest._LARGE_BYTES // 4), jnp.bfloat16),  # travels alone
     _bfloat16(BASE[:15].reshape(3, 5)),
     jnp.arange(4, dtype=jnp.float32),
   )
@@ -100,14 +101,18 @@ def test_packed_arrays_come_out_again():
   layout = digest.Layout(specs)
   # Two slices of the same bytes, as in a chunk.
   packed, sums = digest.pack(((arrays,), (arrays,)))
-  for (one,) in packed:
-    assert (one.shape, one.dtype) == (layout.packed.shape, layout.packed.dtype)
+  for ((large, small),) in packed:
+    assert large is arrays[2]
+    for x, looks in zip((large, small), layout.packed, strict=True):
+      assert (x.shape, x.dtype) == (looks.shape, looks.dtype)
   ((unpacked,), (same,)), again = digest.unpack(packed, ((layout,),) * 2)
   found, found_again = digest.texts([sums, again])
   assert found == found_again
   words = int(np.frombuffer(found, '<u4')[2])
-  assert 4 * words == sum(one.size for (one,) in packed)
-  assert found[:8] == _sums(*arrays, *arrays)
+  assert 4 * words == sum(x.nbytes for (one,) in packed for x in one)
+  # In the order in which they travel.
+  order = [arrays[2], *arrays[:2], *arrays[3:]]
+  assert found[:8] == _sums(*order, *order)
   # Slices that change places are seen.
   other = (jnp.zeros(40, jnp.uint8),)
   swapped = digest.texts(

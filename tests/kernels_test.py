@@ -369,7 +369,7 @@ class AttentionTest(parameterized.TestCase):
     {'dim': 128, 'k_size': 10, 'q_size': 6.0},
   )
   def test_many_rows(self, *, key_dtype=jnp.int8, kv_heads=2, k_size=0, **case):
-    """Some heads, two blocks where lengths differ, slots that end within one."""
+    """Some heads; two blocks where lengths differ; slots end within one."""
     blocks = split_attention_tpu.BlockSizes(tokens=1024, key_dtype=key_dtype)
     if key_dtype == jnp.bfloat16:  # as on a wide MXU
       blocks = dataclasses.replace(blocks, tiles_per_dot=2, heads_ahead=2)

@@ -7,11 +7,19 @@ import jax
 import pytest
 
 from experiments import latency, main, profiling, report, results, selection
+from lynx_jax.config import ConfigError
 
 # One run serves all tests here.
 pytestmark = pytest.mark.xdist_group('study')
 SCHEMES = ('bf16', 'int8', 'lynx')
 MODES = ('serial', 'overlapped')
+
+
+@pytest.mark.parametrize(('rate_gbps', 'rtt_ms'), [(1e-9, 0.0), (1.0, 1e7)])
+def test_a_link_that_takes_hours_is_refused(rate_gbps, rtt_ms):
+  latency.check_wait('book', 10**9, 1.0, 1000.0)
+  with pytest.raises(ConfigError, match=r'hours at .*; take a faster link'):
+    latency.check_wait('book', 10**9, rate_gbps, rtt_ms)
 
 
 @pytest.fixture(scope='module')

@@ -2,7 +2,11 @@
 """What a prefill server grants, without any prompt."""
 
 import contextlib
+import dataclasses
 import time
+from typing import Any
+
+import pytest
 
 from lynx_jax import handshake
 from lynx_jax.prefill_server import PrefillServer
@@ -14,18 +18,17 @@ WAIT_S = 10.0
 
 
 @contextlib.contextmanager
-def _session(server: PrefillServer, fingerprint: str):
+def _session(server: PrefillServer, fingerprint: str, **differs: Any):
   """Yields the channel of a new peer, and the server's answer."""
   channel = control.ClientChannel(f'127.0.0.1:{server.port}')
-  channel.send(
-    messages.Hello(
-      version=messages.VERSION,
-      facts=handshake.facts(WIRE, fingerprint),
-      choices=handshake.choices(WIRE.engine),
-      window_bytes=transfers.WINDOW_BYTES,
-      pulls=False,
-    )
+  hello = messages.Hello(
+    version=messages.VERSION,
+    facts=handshake.facts(WIRE, fingerprint),
+    choices=handshake.choices(WIRE.engine),
+    window_bytes=transfers.WINDOW_BYTES,
+    pulls=False,
   )
+  channel.send(dataclasses.replace(hello, **differs))
   yield channel, channel.receive(WAIT_S)
   channel.close()
 
@@ -50,6 +53,38 @@ def test_peers_share_the_memory():
     _until_free(server)
     with _session(server, fingerprint) as (_, third):
       assert isinstance(third, messages.Welcome)
+
+
+@pytest.mark.parametrize(
+  ('differs', 'field', 'receiver'),
+  [
+    (
+      {'mesh': (3, 1, 1)},
+      messages.MESH,
+      'KV heads in 3 parts, each on 1 devices, in 1 processes',
+    ),
+    (
+      {'mesh': (2, 2, 2)},
+      messages.MESH,
+      'KV heads in 2 parts, each on 2 devices, in 2 processes',
+    ),
+    ({'process': 1}, messages.PROCESS, 1),
+  ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_by_name(differs, field, receiver):
+  model = transfers.model()
+  server = PrefillServer(model, transfers.FORMATS, pull_host=None)
+  fingerprint = handshake.fingerprint(model)
+  with (
+    contextlib.closing(server),
+    _session(server, fingerprint, **differs) as (_, answer),
+  ):
+    assert isinstance(answer, messages.Refused)
+    assert (answer.field, answer.receiver) == (field, receiver)
+    error = control.HandshakeError(field, answer.sender, receiver)
+  assert str(answer.sender) in str(error)
+  assert str(receiver) in str(error)
+  assert 'process' in str(error).rpartition(';')[-1]  # the remedy
 
 
 def _until_free(server: PrefillServer) -> None:

@@ -7,6 +7,7 @@ must end within a bound, in the reference output or in a typed error.
 
 import contextlib
 import dataclasses
+import os
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import fault_schedules
+from experiments import fault_schedules, pair
 from lynx_jax import handshake
 from lynx_jax.config import ConfigError, TensorCodec
 from lynx_jax.engine import Engine, Mode, Request, Result, Sampling, State
@@ -55,7 +56,7 @@ def children(tmp_path_factory) -> Iterator[Callable[[], transfers.Child]]:
 
   yield take
   for child in started:
-    child.end()
+    child.close()
 
 
 @pytest.fixture(scope='module')
@@ -404,7 +405,7 @@ def test_a_sender_that_never_comes_back_is_a_typed_error(
     keys = _submit(engine, (200, 33))
     while not engine.result(keys[0]).anchor_bytes:
       engine.step()
-    gone.end()
+    gone.close()
     start_s = time.monotonic()
     results = _finish(engine, keys)
     assert time.monotonic() - start_s < 2 * HASTIER.reconnect_s + 1.0
@@ -452,7 +453,9 @@ def test_a_stopped_sender_is_waited_for_and_then_given_up(
 def test_a_killed_receiver_frees_the_sender(child, pulls):
   command = [sys.executable, '-m', 'tests.decode_process', child.address]
   victim = subprocess.Popen(
-    [*command, str(int(pulls))], cwd=transfers.ROOT, env=transfers.ENVIRONMENT
+    [*command, str(int(pulls))],
+    cwd=pair.ROOT,
+    env=os.environ | transfers.ENVIRONMENT,
   )
   try:
     _until(lambda: child.held()[0] > 0, within_s=BOUND_S)
@@ -612,7 +615,7 @@ def test_a_server_that_drains_finishes_and_sends_others_elsewhere(
     while not engine.result(keys[0]).anchor_bytes:
       engine.step()
     living[0] = child
-    old.drain()
+    old.tell('drain')
     time.sleep(0.1)
     keys += _submit(engine, (97,))
     _check(_finish(engine, keys), references)

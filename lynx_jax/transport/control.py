@@ -33,6 +33,21 @@ _OPTIONS = (
 )
 
 
+_REMEDIES = {
+  messages.MEMORY: (
+    'use fewer engine.slots or shorter prompts, or give prefill more '
+    'transfer.prefill_bytes'
+  ),
+  messages.MESH: (
+    'start prefill and decode with as many processes each, on meshes that '
+    'divide the KV heads, and prefill again on the mesh that it had'
+  ),
+  messages.PROCESS: (
+    'let every decode process connect to the prefill process of its number'
+  ),
+}
+
+
 class PeerLost(TransferError):
   """The other side has gone, is silent, or cannot be reached."""
 
@@ -46,12 +61,7 @@ class HandshakeError(TransferError):
   """
 
   def __init__(self, field: str, sender: Any, receiver: Any):
-    remedy = 'start both with one config'
-    if field == messages.MEMORY:
-      remedy = (
-        'use fewer engine.slots or shorter prompts, or give prefill more '
-        'transfer.prefill_bytes'
-      )
+    remedy = _REMEDIES.get(field, 'start both with one config')
     super().__init__(
       f'prefill and decode differ in {field}: prefill has {sender!r}, decode '
       f'{receiver!r}; {remedy}'
@@ -306,7 +316,10 @@ class ClientChannel(_Queues):
 def _explained(error: grpc.RpcError) -> PeerLost:
   code = error.code().name if isinstance(error, grpc.Call) else 'UNKNOWN'
   details = error.details() if isinstance(error, grpc.Call) else str(error)
-  return PeerLost(f'{code}: {details}')
+  remedy = ''
+  if 'refused' in (details or ''):
+    remedy = '; nobody listens there: start prefill, or check the address'
+  return PeerLost(f'{code}: {details}{remedy}')
 
 
 def check_interface(listen: str) -> None:

@@ -30,7 +30,8 @@ class Arrival:
 
   `sent_s` is when its first bit went on the link, `arrived_s` when its last
   one could be seen by the receiver. A `substituted` one was made up, since the
-  true one never came.
+  true one never came. `agreed_s` is how long it took in the slowest process of
+  a side, if there are several.
   """
 
   chunk: streams.Chunk
@@ -38,6 +39,14 @@ class Arrival:
   sent_s: float
   arrived_s: float
   substituted: bool = False
+  agreed_s: float | None = None
+
+  @property
+  def seconds(self) -> float:
+    """How long it took, as every process of the side knows it."""
+    if self.agreed_s is not None:
+      return self.agreed_s
+    return self.arrived_s - self.sent_s
 
 
 class Outgoing(Protocol):

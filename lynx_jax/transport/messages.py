@@ -18,12 +18,16 @@ import msgpack
 
 from lynx_jax.transport.streams import TransferError
 
-VERSION = 2
+VERSION = 3
 MAX_BYTES = 4 * 2**20  # a prompt of 128k tokens takes an eighth
 
-MEMORY = 'free memory'  # the `Refused.field` of a budget that is too small
+# What `Refused.field` says beside the names of facts: a budget too small, a
+# mesh that does not fit, another process of it.
+MEMORY, MESH, PROCESS = 'free memory', 'mesh', 'process'
 
 Scalar = int | float | str | bool | None
+# KV heads are split in so many; each part lies on so many devices; processes.
+Mesh = tuple[int, int, int]
 
 
 class ProtocolError(TransferError):
@@ -40,7 +44,9 @@ class Hello:
     choices: name → value of what the receiver decides about the transfers.
     window_bytes: most bytes that the sender may hold published for it.
     pulls: it has a transfer server and can pull device to device.
-    shards: parts of the KV heads that its devices hold.
+    mesh: how its devices divide the heads.
+    process: which of the mesh's processes it is; it is served by the sender's
+      process of this number, which holds the same heads.
   """
 
   version: int
@@ -48,7 +54,8 @@ class Hello:
   choices: dict[str, Scalar]
   window_bytes: int
   pulls: bool
-  shards: int = 1
+  mesh: Mesh = (1, 1, 1)
+  process: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,7 @@ class Welcome:
     window_bytes: what the sender will hold at most.
     address: of its transfer server; None where bytes go over the fallback.
     probe: uuid of one array that can be pulled to try the link.
-    shards: parts of the KV heads that the sender's devices hold.
+    mesh: how the sender's devices divide the heads.
   """
 
   session: str
@@ -69,7 +76,7 @@ class Welcome:
   window_bytes: int
   address: str | None
   probe: int
-  shards: int = 1
+  mesh: Mesh = (1, 1, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

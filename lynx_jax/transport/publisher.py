@@ -14,7 +14,7 @@ from lynx_jax.transport import digest, pull, streams
 from lynx_jax.transport.courier import Cut
 from lynx_jax.transport.scheduler import Scheduler
 
-_BATCHES = 8  # announcements that a window is spread over
+_BATCHES = 4  # announcements that a window is spread over, at least
 _LONGEST_WAIT_S = 60.0
 
 
@@ -85,6 +85,7 @@ class Publisher:
     self._skipped: dict[int, frozenset[tuple[int, int]]] = {}
     self._epoch = 0
     self._closed = False
+    self._batch_bytes = 0  # then what is published is announced
     self._thread = threading.Thread(
       target=self._run, name='lynx-publisher', daemon=True
     )
@@ -168,12 +169,15 @@ class Publisher:
     self.again(uuids)
 
   def close(self) -> None:
-    """Stops, and frees everything; may be called twice."""
+    """Frees everything, and stops; may be called twice."""
     with self._changed:
       self._closed = True
+      self._source.reset()
+      for uuid in tuple(self._published):
+        self._land(uuid)
       self._changed.notify_all()
     self._thread.join()
-    self._source.reset()
+    self._source.reset()  # what the thread has published meanwhile
 
   def _land(self, uuid: int) -> streams.Chunk | None:
     self._source.forget(uuid)
@@ -190,7 +194,10 @@ class Publisher:
       self._failed(error)
 
   def _publish(self, chunk: streams.Chunk | None) -> None:
-    """Publishes one chunk and what else may go now, in one announcement."""
+    """Publishes one chunk and what else may go now, in one announcement.
+
+    The first announcement is not kept waiting, later ones are twice as long.
+    """
     batch, size = [], 0
     while chunk is not None:
       payload = self._payload(chunk)
@@ -201,9 +208,10 @@ class Publisher:
           self._published[uuid] = chunk
           batch.append((chunk, uuid, self._epoch, sums))
         size += chunk.bytes
-      if size * _BATCHES >= self._window_bytes:
+      if size >= self._batch_bytes:
         break
       chunk = self._take(0.0)
+    self._batch_bytes = min(2 * size, self._window_bytes // _BATCHES)
     texts = digest.texts([sums for *_, sums in batch])
     announcements = [
       Announcement(chunk, uuid, epoch, text)

@@ -22,7 +22,7 @@ from lynx_jax.transport.scheduler import Scheduler
 # An array tells nobody that it is ready. It is looked after this often, from
 # an eighth of its time on the link before it should be there.
 _POLL_S, _LONGEST_POLL_S, _EARLY = 1e-3, 20e-3, 1 / 8
-_LATEST_CREDIT_S = 0.05  # for how long the sender may wait for its credit
+_LATEST_CREDIT_S = 0.2  # for how long the sender may wait for its credit
 _LONGEST_WAIT_S = 60.0
 _SAMPLES = 16  # landings from which the rate is measured
 
@@ -539,7 +539,7 @@ class Receiver:
 
   def _deliver(self, now_s: float) -> bool:
     """Hands over what can be seen now; returns whether anything landed."""
-    before = len(self._flights)
+    landed = []
     for flight in [*self._flights]:
       if flight.payload is None or flight.seen_s > now_s:
         continue
@@ -549,7 +549,7 @@ class Receiver:
       arrived_s = max(flight.seen_s, flight.ready_s)
       if self._blocked:  # until now
         self._asked_s = max(self._asked_s, arrived_s)
-      self._measure(flight.chunk.bytes, now_s)
+      landed.append(flight.chunk)
       request = self._requests.get(flight.chunk.request)
       if not flight.wanted or request is None:
         continue
@@ -558,7 +558,9 @@ class Receiver:
         Arrival(flight.chunk, flight.payload, flight.start_s, arrived_s)
       )
       self._changed.notify_all()
-    return len(self._flights) < before
+    if landed:
+      self._measure(landed, now_s)
+    return bool(landed)
 
   def _pause_s(self, now_s: float) -> float:
     """Returns for how long there is nothing to do, if nobody notifies."""
@@ -578,9 +580,9 @@ class Receiver:
       due_s.append(self._ask_s())
     return min(min(due_s, default=math.inf) - now_s, _LONGEST_WAIT_S)
 
-  def _measure(self, size_bytes: int, now_s: float) -> None:
+  def _measure(self, landed: Iterable[streams.Chunk], now_s: float) -> None:
     """Adapts the window to the rate at which chunks have come lately."""
-    self._recent.append((now_s, size_bytes))
+    self._recent += [(now_s, chunk.bytes) for chunk in landed]
     self._known_gbps = rate_gbps = self._rate_gbps() or self._known_gbps
     if not self._flights:
       self._recent.clear()  # what comes next has waited for something else

@@ -47,7 +47,7 @@ class Scheduler:
     self._later: list[tuple[float, tuple, streams.Chunk]] = []  # heap by ready
     self._ready: list[tuple[tuple, streams.Chunk]] = []  # heap by rank
     self._outstanding: dict[streams.ChunkKey, tuple[streams.Chunk, float]] = {}
-    self._outstanding_bytes = dict.fromkeys(streams.Stream, 0)
+    self._outstanding_bytes = [0] * len(streams.Stream)
     self._queued_bytes: dict[int, int] = {}
     self._keys: set[streams.ChunkKey] = set()  # queued or outstanding
 
@@ -122,7 +122,7 @@ class Scheduler:
   def outstanding_bytes(self, stream: streams.Stream | None = None) -> int:
     """Returns bytes issued and not landed, of one stream or of all."""
     if stream is None:
-      return sum(self._outstanding_bytes.values())
+      return sum(self._outstanding_bytes)
     return self._outstanding_bytes[stream]
 
   def queued_bytes(self, request: int) -> int:
@@ -132,9 +132,8 @@ class Scheduler:
   def _fits(self, chunk: streams.Chunk) -> bool:
     if chunk.stream is streams.Stream.ANCHOR:
       return True
-    outstanding = self.outstanding_bytes() - self.outstanding_bytes(
-      streams.Stream.ANCHOR
-    )
+    _, *others_bytes = self._outstanding_bytes
+    outstanding = sum(others_bytes)
     return (
       not outstanding or outstanding + chunk.bytes <= self.residual_window_bytes
     )

@@ -352,16 +352,23 @@ class WireFormat:
     pattern, first = self._pattern(prompt_tokens, token_chunk)
     if pattern not in self._cut:
       self._cut[pattern] = tuple(self._chunks(pattern))
+    if (pattern, first) not in self._moved:
+      self._moved[pattern, first] = tuple(
+        tuple(part.moved(first) for part in chunk.slices)
+        for chunk in self._cut[pattern]
+      )
     return tuple(
       Chunk(
         key=ChunkKey(request, generation, token_chunk, chunk.key.sequence),
         stream=chunk.stream,
         layer_group=chunk.layer_group,
-        slices=tuple(part.moved(first) for part in chunk.slices),
+        slices=slices,
         anchor_bytes=chunk.anchor_bytes,
         residual_bytes=chunk.residual_bytes,
       )
-      for chunk in self._cut[pattern]
+      for chunk, slices in zip(
+        self._cut[pattern], self._moved[pattern, first], strict=True
+      )
     )
 
   def distinct(self, prompt_tokens: int) -> tuple[int, ...]:
@@ -380,6 +387,13 @@ class WireFormat:
     A prompt of 131,072 tokens has 65,536 units; 128 token chunks of three
     patterns have them.
     """
+    return {}
+
+  @functools.cached_property
+  def _moved(
+    self,
+  ) -> 'dict[tuple[_Pattern, int], tuple[tuple[Slice, ...], ...]]':
+    """Slices of their chunks, by number of the first group."""
     return {}
 
   def _pattern(
