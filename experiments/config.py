@@ -256,7 +256,7 @@ def base() -> ml_collections.ConfigDict:
         # in it from 0 to 1, and prompts for each pair of these.
         'tasks': 'passkey,needle,needles,variables,common_words',
         'lengths': '512,1024,1984',
-        'depths': '0,0.25,0.5,0.75,1',
+        'depths': '0,0.5,1',
         'samples': 1,
         # Folders of JSON lines: LongBench's data and the config/ of its
         # repository, and RULER's data; of each file so many lines (0: all).

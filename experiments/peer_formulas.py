@@ -128,8 +128,8 @@ def _entropy_bits(codes: np.ndarray) -> float:
 
 # By the names of readings; an Anchor's reading comes before its target's.
 FORMULAS: dict[str, Formula] = {
-  'kivi4': lambda x, is_k, *_: kivi(x, is_k, 4),
-  'kivi2': lambda x, is_k, *_: kivi(x, is_k, 2),
+  'kivi4_oracle': lambda x, is_k, *_: kivi(x, is_k, 4),
+  'kivi2_oracle': lambda x, is_k, *_: kivi(x, is_k, 2),
   'quantspec_anchor': lambda x, is_k, *_: quantspec(x, is_k, 1),
   'quantspec': lambda x, is_k, *_: quantspec(x, is_k, 2),
   'cachegen': cachegen,

@@ -150,11 +150,15 @@ def test_bf16_must_be_among_the_schemes():
 
 def test_a_peer_reads_what_its_formula_gives():
   texts, _ = _texts()
-  settings = _settings(peers='kivi4,cachegen')
+  settings = _settings(peers='kivi4_oracle,cachegen')
   *_, found, _ = readings.readings(
     texts, settings.schemes, settings.engine, settings.fidelity.peers
   )
-  assert (found.name, found.target, found.same_as) == ('kivi4', 'peer', None)
+  assert (found.name, found.target, found.same_as) == (
+    'kivi4_oracle',
+    'peer',
+    None,
+  )
   bits = np.zeros(2)
   for layer in range(MODEL.layers):
     for x, read, is_k in zip(
@@ -183,11 +187,11 @@ def test_a_peer_wins_where_nothing_of_ours_beats_it():
   records = [
     _forced('int8', 8.5, 1e-4),
     _forced('lynx_anchor', 4.6, 2e-3),
-    _forced('kivi4', 5.4, 3e-3),
+    _forced('kivi4_oracle', 5.4, 3e-3),
     _forced('quantspec', 8.0, 1e-4),
   ]
   lost, won = fidelity_study.verdicts(records)
-  assert lost.startswith('kivi4 (5.40 bits, KL 0.003) is beaten by lynx_anchor')
+  assert lost.startswith('kivi4_oracle (5.40 bits, KL 0.003) is beaten by')
   assert won.startswith('quantspec (8.00 bits, KL 0.0001) WINS')
 
 
@@ -195,11 +199,11 @@ def test_projected_ttft_is_that_of_the_definition():
   records = [
     _forced(scheme, bits, 0.0, prompt)
     for prompt in 'abc'
-    for scheme, bits in (('int8', 8.0), ('kivi4', 4.0), ('bf16', 16.0))
+    for scheme, bits in (('int8', 8.0), ('kivi4_oracle', 4.0), ('bf16', 16.0))
   ]
   found = {r['name']: r for r in fidelity_study.projected(records, 0.6)}
   assert found['ttft_over_int8_int8']['value'] == pytest.approx(1.0)
-  assert found['ttft_over_int8_kivi4']['value'] == pytest.approx(0.7)
+  assert found['ttft_over_int8_kivi4_oracle']['value'] == pytest.approx(0.7)
   assert found['ttft_over_int8_bf16']['value'] == pytest.approx(1.6)
   assert {r['label'] for r in found.values()} == {'projected'}
 
@@ -357,7 +361,7 @@ def _one_reading(bench, texts):
     ({'parts': 'forcd'}, "did you mean 'forced'"),
     ({'parts': 'longbench'}, 'fidelity.longbench must name a folder'),
     ({'parts': 'ruler'}, 'fidelity.ruler must name a folder'),
-    ({'peers': 'kivi3'}, "did you mean 'kivi4'"),
+    ({'peers': 'kivi3_oracle'}, "did you mean 'kivi"),
     ({'tasks': 'nedle'}, "did you mean 'needle'"),
     ({'slots': 0}, 'fidelity.slots=0'),
     ({'forced_tokens': 0}, 'fidelity.forced_tokens=0'),
