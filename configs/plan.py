@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan: which scheme to send, for slices and links that are not at hand.
 
-    make plan     # 10 minutes, nearly all of it on loads of 1,000 requests
+    make plan     # 16 minutes, nearly all of it on loads of 1,000 requests
 
 or, after `make setup`, for a case of your own,
 
@@ -24,7 +24,7 @@ def get_config(arg: str | None = None):
   values.scheme = 'bf16,int8,int4,lynx'
   values.mode = 'serial,overlapped'
   values.engine.layer_groups = 8
-  values.plan.records = arg or ''
+  values.plan.records = arg or 'docs/records/latency.jsonl'
   values.plan.models = 'Llama-3.1-8B,Llama-3.1-70B'
   values.plan.slices = 'v5e-8,v5p-8,v6e-8'
   values.plan.prompt_tokens = '8192,32768,130944'

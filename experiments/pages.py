@@ -76,6 +76,12 @@ STUDIES = {
     minutes=17,
     figures={'ttft.png': 'ttft', 'acceptance.png': 'acceptance'},
   ),
+  'plan': Study(
+    command='make plan',
+    minutes=16,
+    figures={'predicted.png': 'predicted'},
+    requests=False,
+  ),
   'notebook': Study(
     command='make notebook',
     minutes=2,
@@ -112,8 +118,9 @@ def pages() -> list[pathlib.Path]:
 def take(workdir: pathlib.Path) -> pathlib.Path:
   """Takes over the records of a finished run; its folder names the study.
 
-  Kept are requests, summaries, what was measured besides, and the events of
-  those requests that a timeline shows. Times are rounded to microseconds.
+  Kept are requests, summaries, what was measured besides, and of the events
+  those of requests that a timeline shows, and those that the planner takes its
+  costs from. Times are rounded to microseconds.
 
   Returns:
     The file in docs/records.
@@ -129,13 +136,15 @@ def take(workdir: pathlib.Path) -> pathlib.Path:
     )
   records, _ = report.last_run(report.read(workdir / results.FILE))
   study, shown = STUDIES[name], _in_timelines(records, STUDIES[name])
+  costs = _costs(records) if name == 'latency' else ()
   lines = [
     json.dumps(_rounded(record), separators=(',', ':'))
-    for record in records
+    for i, record in enumerate(records)
     if record['kind'] == 'summary'
     or (record['kind'] == 'request' and study.requests)
     or record.get('name') in ('run', 'acceptance', 'compared')
     or (record['kind'] == 'event' and record['request'] in shown)
+    or i in costs
   ]
   path = RECORDS / f'{name}.jsonl'
   path.parent.mkdir(exist_ok=True)
@@ -154,6 +163,25 @@ def _in_timelines(records: Sequence[Record], study: Study) -> set[Any]:
         mine = [trace for trace in alike if trace['mode'] == mode]
         found |= {t['request'] for t in selection.one_request_each(mine)}
   return found
+
+
+def _costs(records: Sequence[Record]) -> set[int]:
+  """Returns which records the planner fits costs to; see `plan.compare`."""
+  found, decoded = set(), set()
+  largest, most = None, 0
+  for i, record in enumerate(records):
+    request = record.get('request')
+    if record['kind'] != 'event' or '/int8/' not in str(request):
+      continue
+    match record['name']:
+      case 'prefill' | 'split':
+        found.add(i)
+      case 'verify' if request not in decoded:
+        decoded.add(request)
+        found.add(i)
+      case 'anchor' if record['detail']['bytes'] > most:
+        largest, most = i, record['detail']['bytes']
+  return found if largest is None else found | {largest}
 
 
 def _rounded(value: Any) -> Any:

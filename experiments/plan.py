@@ -400,7 +400,8 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
   """Predicts every request of a latency study from what INT8 cost in it.
 
   Costs are fitted to the requests of INT8 alone: the seconds of a token chunk,
-  a line over its first token in each mode, and the median of a decode step.
+  a line over its first token in each mode, and the median of the first decode
+  step. The size of a chunk, which all schemes share, is seen in events too.
   All else comes from the manifests, the scheduler and the link.
 
   Args:
@@ -426,6 +427,11 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
   for record in records:
     if record['kind'] == 'event' and record.get('request'):
       events[record['request']].append(record)
+  chunk_bytes = max(
+    e['detail']['bytes']
+    for e in records
+    if e['kind'] == 'event' and e['name'] in ('anchor', 'residual')
+  )
   requests = [
     r
     for r in records
@@ -442,18 +448,13 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
   found = []
   for request in requests:
     scheme = next(s for s in study.schemes if s.name == request['scheme'])
-    sizes = [
-      event['detail']['bytes']
-      for event in events[request['request']]
-      if event['name'] in ('anchor', 'residual')
-    ]
     wire = WireFormat(
       _preset(request['model']),
       scheme.codec,
       dataclasses.replace(
         scheme.engine(study.engine),
         prompt_tokens=request['prompt_tokens'],
-        chunk_bytes=max(sizes),
+        chunk_bytes=chunk_bytes,
       ),
     )
     ask = planner.Ask(
@@ -491,9 +492,9 @@ def _fit(
   """Returns what the INT8 requests of one mode cost."""
   chunks, steps = collections.defaultdict(list), []
   for request in requests:
-    if request['scheme'] != 'int8':
-      continue
     mine = events[request['request']]
+    if request['scheme'] != 'int8' or not mine:
+      continue
     seconds: collections.Counter[int] = collections.Counter()
     for event in mine:
       if event['name'] in ('prefill', 'split'):
@@ -501,7 +502,8 @@ def _fit(
         seconds[start] += event['end_s'] - event['start_s']
     for start, both_s in seconds.items():
       chunks[start].append(both_s)
-    steps += [e['end_s'] - e['start_s'] for e in mine if e['name'] == 'verify']
+    first = next(e for e in mine if e['name'] == 'verify')
+    steps.append(first['end_s'] - first['start_s'])
   require(
     len(chunks) > 1 and bool(steps),
     'plan.records has no INT8 request with its events in each mode; run the '
