@@ -87,13 +87,6 @@ STUDIES = {
     minutes=2,
     figures={'split.png': 'split', 'steps.png': 'steps'},
   ),
-  'plan': Study(
-    command='.venv/bin/python -m experiments.main '
-    '--config=configs/plan.py:runs/latency/results.jsonl --workdir=runs/plan',
-    minutes=10,
-    figures={'predicted.png': 'predicted'},
-    requests=False,
-  ),
   'sampling': Study(
     command='.venv/bin/python -m experiments.sampling_study '
     '--workdir=runs/sampling',

@@ -246,7 +246,6 @@ def write_rows(
   )
 
   def write(buffer, values):
-    buffer = _as_stored(buffer)
     for slot in range(buffer.shape[1]):
       buffer = jax.lax.dynamic_update_slice(
         buffer, values[None, slot : slot + 1], (layer, slot, start[slot], 0, 0)
@@ -256,17 +255,19 @@ def write_rows(
   return Tail(write(tail.k, k), write(tail.v, v))
 
 
-def _as_stored(buffer):
-  """Fixes the layout of a tail, on one device.
+def as_stored(tails: _Tree) -> _Tree:
+  """Fixes the layout of what a loop carries, on one device.
 
-  Otherwise XLA has a loop carry the tail with heads outside of tokens, and
-  copies it before the loop and behind it. On several devices the partitioner
-  would gather what is fixed. What a program returns must not be fixed itself:
-  it could then not be donated (both jax 0.10.2).
+  Otherwise XLA has a loop carry tails with heads outside of tokens, and copies
+  them before the loop and behind it. On several devices the partitioner would
+  gather what is fixed. What a program returns must not be fixed itself: it
+  could then not be donated (both jax 0.10.2).
   """
   if not jax.sharding.get_abstract_mesh().empty:
-    return buffer
-  return with_layout_constraint(buffer, Layout(tuple(range(buffer.ndim))))
+    return tails
+  return jax.tree.map(
+    lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), tails
+  )
 
 
 def tail_positions(

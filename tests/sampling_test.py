@@ -282,6 +282,7 @@ class _Prompt:
         self.params, slots, np.ones(SLOTS, bool), rows
       )
       h, _ = self._decoder._layers(
+        self._decoder._programs.verify_layers,
         self.params,
         opened.h,
         prefix,

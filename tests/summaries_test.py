@@ -35,6 +35,7 @@ def test_names_are_those_of_the_contract():
     'share',
     'bits_anchor',
     'bits_anchor_worst_length',
+    'bits_bf16_codebook',
     'equal_to_reference',
     'equal_to_bf16_bf16',
     'equal_to_bf16_int8',

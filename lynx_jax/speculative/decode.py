@@ -67,6 +67,7 @@ def draft(
 
   def one(carry):
     tail, slots = carry
+    tail = kv_cache.as_stored(tail)
     tokens, rows = draft_rows(slots, wanted, limit, end_tokens)
     logits, tail = cached.forward(
       model, tokens, prefix, tail, rows, implementation=implementation
@@ -153,7 +154,7 @@ def rounds(
     tail, slots = draft(
       model,
       draft_prefix,
-      tail,
+      kv_cache.as_stored(tail),
       slots,
       wanted,
       draft_tokens,
@@ -163,7 +164,7 @@ def rounds(
     tail, slots = verify(
       model,
       prefix,
-      tail,
+      kv_cache.as_stored(tail),
       slots,
       wanted,
       rows=rows,
