@@ -310,7 +310,8 @@ def test_committed_tokens_are_the_reference(name):
 
   check = hypothesis.given(_batches(name))(run)
   hypothesis.settings(deadline=None, max_examples=12)(check)()
-  for drafter in Drafter:  # what is drawn may never draft
+  # What is drawn may never draft. The last one is what other tests expect.
+  for drafter in (Drafter.PROMPT_LOOKUP, Drafter.ANCHOR):
     run(_all_samplings(name, drafter))
   if name in ('int8', 'layers', 'int4', 'dense', 'short'):
     assert drafted[Drafter.ANCHOR] == 0
