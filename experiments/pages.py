@@ -131,7 +131,7 @@ def take(workdir: pathlib.Path) -> pathlib.Path:
   study, shown = STUDIES[name], _in_timelines(records, STUDIES[name])
   costs = _costs(records) if name == 'latency' else ()
   lines = [
-    json.dumps(_rounded(record), separators=(',', ':'))
+    json.dumps(_rounded(_at_home(record, name)), separators=(',', ':'))
     for i, record in enumerate(records)
     if record['kind'] == 'summary'
     or (record['kind'] == 'request' and study.requests)
@@ -143,6 +143,17 @@ def take(workdir: pathlib.Path) -> pathlib.Path:
   path.parent.mkdir(exist_ok=True)
   path.write_text('\n'.join(lines) + '\n', encoding='ascii')
   return path
+
+
+def _at_home(record: Record, study: str) -> Record:
+  """Returns the record of a run as if its folder were that of the Makefile."""
+  if record.get('name') != 'run':
+    return record
+  command = [
+    f'--workdir=runs/{study}' if word.startswith('--workdir=') else word
+    for word in record['detail']['command']
+  ]
+  return {**record, 'detail': {**record['detail'], 'command': command}}
 
 
 def _in_timelines(records: Sequence[Record], study: Study) -> set[Any]:
