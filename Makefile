@@ -2,7 +2,7 @@
 # Sets everything up in its own .venv and runs the main jobs.
 #
 #   make demo      the main job on a real model, with a table at the end
-#   make latency   the latency study: five prompts, both modes (25 minutes)
+#   make latency   the latency study: five prompts, both modes (17 minutes)
 #   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
 #   make ablation  24 cells on a real model, one change each (25 minutes)
