@@ -19,9 +19,9 @@ from typing import Any
 from experiments import (
   cell_rows,
   cells,
-  codec_search,
   config,
   display,
+  forcing,
   prompts,
   results,
   serving,
@@ -32,13 +32,9 @@ from lynx_jax.config import (
   CodecConfig,
   EngineConfig,
   Order,
-  TensorCodec,
   require,
 )
 from lynx_jax.engine import Form, Request
-
-_DENSE = TensorCodec(planes=())
-_BF16 = CodecConfig(k=_DENSE, v=_DENSE)
 
 
 def run(
@@ -331,7 +327,7 @@ class _Bench:
     tokens = work.settings.acceptance_tokens
     key = 'oracle', tuple(work.texts.values()), tokens, engine.prompt_tokens
     if key not in self._known:
-      texts = codec_search.Texts.gather(
+      texts = forcing.Texts.gather(
         work.model.config,
         [*work.texts],
         [self._computed(engine, work, file) for file in work.texts],
@@ -341,13 +337,11 @@ class _Bench:
 
 
 class _Oracle:
-  """Forms KL by teacher forcing on bfloat16's own text; see `codec_search`."""
+  """Forms KL by teacher forcing on bfloat16's own text; see `forcing`."""
 
-  def __init__(
-    self, model: serving.Model, texts: codec_search.Texts, tokens: int
-  ):
+  def __init__(self, model: serving.Model, texts: forcing.Texts, tokens: int):
     self._texts = texts
-    self._oracle = codec_search.Oracle(
+    self._oracle = forcing.Oracle(
       model.decode,
       texts,
       tokens=tokens,
@@ -355,7 +349,7 @@ class _Oracle:
       ends=model.tokenizer.ends,
     )
     self._oracle.continue_exactly()
-    self._bf16, _ = codec_search.read_both(texts, _BF16)
+    self._bf16, _ = forcing.read_both(texts, forcing.DENSE)
     self._known: dict[CodecConfig, dict[str, dict[str, float]]] = {}
 
   def measure(self, codec: CodecConfig) -> dict[str, dict[str, float]]:
@@ -364,7 +358,7 @@ class _Oracle:
     The target `exact` is bfloat16 itself; so is that of a codec without planes.
     """
     if codec not in self._known:
-      target, anchor = codec_search.read_both(self._texts, codec)
+      target, anchor = forcing.read_both(self._texts, codec)
       if codec.exact:
         target = self._bf16
       pairs = {

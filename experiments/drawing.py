@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib import colors
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import selection
@@ -182,6 +183,21 @@ def foot(
     color=QUIET,
     va='top',
     linespacing=1.4,
+  )
+
+
+def prefill_line(axes: Axes, prefill_s: float) -> None:
+  """Draws where prefill and split end, on an axis of seconds."""
+  axes.axhline(prefill_s, color=QUIET, lw=0.6, ls=(0, (2, 2)), zorder=0)
+  axes.annotate(
+    'prefill and split',
+    (0.0, prefill_s),
+    (2, 2),
+    xycoords=('axes fraction', 'data'),
+    textcoords='offset points',
+    va='bottom',
+    fontsize=6,
+    color=QUIET,
   )
 
 

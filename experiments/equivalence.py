@@ -18,9 +18,9 @@ from typing import Any
 import jax
 
 from experiments import (
-  codec_search,
   config,
   display,
+  forcing,
   lossless,
   prompts,
   results,
@@ -28,7 +28,6 @@ from experiments import (
   serving,
   summaries,
 )
-from lynx_jax.config import CodecConfig, TensorCodec
 from lynx_jax.engine import Engine, Request, Result, Sampling
 from lynx_jax.models import cached
 from lynx_jax.prefill import Prompt
@@ -85,7 +84,7 @@ class Bench:
       self.engines[name] = line.engine
     self.rounds: list[dict[str, Any]] = []
     self._computed: dict[Piece, Prompt] = {}
-    self._texts: codec_search.Texts | None = None
+    self._texts: forcing.Texts | None = None
     self._results: dict[Any, Result] = {}
 
   def take(self, piece: Piece) -> None:
@@ -98,17 +97,17 @@ class Bench:
     """Returns what prefill has computed."""
     return self._computed[piece]
 
-  def texts(self, piece: Piece) -> codec_search.Texts:
+  def texts(self, piece: Piece) -> forcing.Texts:
     """Returns the same, as the codec search has it."""
     if self._texts is None:
-      self._texts = codec_search.Texts.gather(
+      self._texts = forcing.Texts.gather(
         self.model.config, [piece.name], [self.computed(piece)]
       )
     return self._texts
 
-  def oracle(self, piece: Piece, drafts: int) -> codec_search.Oracle:
+  def oracle(self, piece: Piece, drafts: int) -> forcing.Oracle:
     """Returns what decodes without an engine, in rounds of `drafts`."""
-    return codec_search.Oracle(
+    return forcing.Oracle(
       self.model.decode,
       self.texts(piece),
       tokens=self.settings.acceptance_tokens,
@@ -121,8 +120,8 @@ class Bench:
     piece: Piece,
     label: str,
     drafts: int,
-    target: codec_search.Layers,
-    *anchors: codec_search.Layers,
+    target: forcing.Layers,
+    *anchors: forcing.Layers,
   ) -> float | None:
     """Returns accepted / drafted of such rounds, which are kept under a label.
 
@@ -130,7 +129,7 @@ class Bench:
       piece: the prompt.
       label: of a line in the figures.
       drafts: γ.
-      target, *anchors: see `codec_search.Oracle.accept`.
+      target, *anchors: see `forcing.Oracle.accept`.
     """
     oracle = self.oracle(piece, drafts)
     (rounds,), (tokens,) = oracle.accept(target, *anchors)
@@ -209,11 +208,10 @@ def drafts(bench: Bench, piece: Piece) -> Figures:
   """Forms KL of drafts and acceptance at fixed γ, as the codec search does."""
   texts, oracle = bench.texts(piece), bench.oracle(piece, _DRAFTS[0])
   oracle.continue_exactly()
-  dense = TensorCodec(planes=())
   exact = dataclasses.replace(bench.schemes['lynx_exact'].codec, exact=False)
-  bf16, _ = codec_search.read_both(texts, CodecConfig(k=dense, v=dense))
-  both = codec_search.read_both(texts, bench.schemes['lynx'].codec)
-  _, unrotated = codec_search.read_both(texts, exact)
+  bf16, _ = forcing.read_both(texts, forcing.DENSE)
+  both = forcing.read_both(texts, bench.schemes['lynx'].codec)
+  _, unrotated = forcing.read_both(texts, exact)
   (kl,), _ = oracle.compare(*both)
   (kl_exact,), _ = oracle.compare(bf16, unrotated)
   bits = bench.engines['lynx'].wire.bits_a_value(len(piece.tokens))
@@ -240,10 +238,10 @@ def sharpened(bench: Bench, piece: Piece) -> Figures:
   codec = bench.schemes['lynx'].codec
   found: Figures = {}
   for suffix, planes in (('', codec.k.planes), ('_2bit', (2, 2, 4))):
-    target, anchor = codec_search.read_both(
+    target, anchor = forcing.read_both(
       bench.texts(piece), config.with_planes(codec, planes)
     )
-    landing = codec_search.landing(target, anchor, drafts=_SHARPENED)
+    landing = forcing.landing(target, anchor, drafts=_SHARPENED)
     name = f'{planes[0]} bits'
     alone, sharp = (
       bench.accept(piece, f'{name}, {reads}', _SHARPENED, target, *anchors)
@@ -283,7 +281,7 @@ def drawn(bench: Bench, piece: Piece) -> Figures:
   if piece.number:
     return {}
   texts = bench.texts(piece)
-  kv = codec_search.read_both(texts, bench.schemes['lynx'].codec)
+  kv = forcing.read_both(texts, bench.schemes['lynx'].codec)
   oracle = bench.oracle(piece, _DRAFTS[0])
   ((logits, _),) = oracle.logits(texts.token[:, None], *kv)
   return {

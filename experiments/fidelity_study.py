@@ -30,9 +30,9 @@ import numpy as np
 from flax import nnx
 
 from experiments import (
-  codec_search,
   config,
   display,
+  forcing,
   peer_formulas,
   prompts,
   questions,
@@ -203,7 +203,7 @@ class _Bench:
     self.records |= {key: self._known[key] for key in keys}
     return True
 
-  def prefill(self, batch: Sequence[_Prompt]) -> codec_search.Texts:
+  def prefill(self, batch: Sequence[_Prompt]) -> forcing.Texts:
     """Prefills prompts that shall lie side by side.
 
     The last one stands in for those that a full batch has more, so that all
@@ -218,7 +218,7 @@ class _Bench:
       *_, state = prefill.chunks(np.asarray(prompt.ids, np.int32))
       states.append(state)
     states += states[-1:] * (self.settings.fidelity.slots - len(batch))
-    return codec_search.Texts.gather(
+    return forcing.Texts.gather(
       self.model.config, [p.name for p in batch], states
     )
 
@@ -242,12 +242,12 @@ class _Bench:
         yield rest[:slots]
         del rest[:slots]
 
-  def oracle(self, texts: codec_search.Texts, tokens: int, drafts: int = 1):
+  def oracle(self, texts: forcing.Texts, tokens: int, drafts: int = 1):
     """Returns what decodes up to so many tokens.
 
     There is room for some more, so that few programs are compiled.
     """
-    return codec_search.Oracle(
+    return forcing.Oracle(
       self.model.decode,
       texts,
       tokens=math.ceil(tokens / _ROOM) * _ROOM,
@@ -255,7 +255,7 @@ class _Bench:
       ends=self.model.tokenizer.ends,
     )
 
-  def readings(self, texts: codec_search.Texts) -> Iterator[Reading]:
+  def readings(self, texts: forcing.Texts) -> Iterator[Reading]:
     """Yields every reading of the prompts."""
     for reading in readings.readings(
       texts,

@@ -17,6 +17,7 @@ import shutil
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -266,7 +267,8 @@ def _files(settings: config.Settings) -> Check:
       prompts.read(file)
   except (ConfigError, OSError) as error:
     return Check('files', '', _line(error))
-  place = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+  chosen: Any = jax.config  # its options are unknown to the type checker
+  place = chosen.jax_compilation_cache_dir
   if place is None:
     return Check('files', 'prompts can be read; programs are not kept')
   free, fault = shutil.disk_usage(place).free, None

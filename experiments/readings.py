@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import codec_search, config, peer_formulas
-from experiments.codec_search import Layers, Texts
+from experiments import config, forcing, peer_formulas
+from experiments.forcing import Layers, Texts
 from lynx_jax import codec as codec_lib
 from lynx_jax import exact
 from lynx_jax.config import EngineConfig, TensorCodec, require
@@ -99,7 +99,7 @@ def readings(
         )
       ]
     else:
-      kv = codec_search.read(texts, codec, depth)
+      kv = forcing.read(texts, codec, depth)
     first = seen.setdefault(_digest(kv), name)
     yield Reading(
       name, target, kv, tuple(bits), None if first == name else first
@@ -164,7 +164,7 @@ def _read_exact(texts: Texts, wire: WireFormat) -> tuple[Layers, list[int]]:
     The prompts' KV, and the bytes of the exact plane, a prompt.
   """
   codec = wire.codec
-  packed_tokens = codec_search.packed_tokens(texts, codec)
+  packed_tokens = forcing.packed_tokens(texts, codec)
   layers, classes = [], []
   for layer, kv in enumerate(zip(texts.k, texts.v, strict=True)):
     both = []

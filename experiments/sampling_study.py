@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import latency
-from experiments import codec_search, config, display, prompts, results, serving
+from experiments import config, display, forcing, prompts, results, serving
 from lynx_jax import sampling
 from lynx_jax.config import CodecConfig
 from lynx_jax.engine import Engine, Form, Request, Result, Sampling
@@ -125,15 +125,11 @@ def teacher_forced(
     *_, state = prefill.chunks(np.asarray(ids[:-tokens], np.int32))
     states.append(state)
     forced.append(np.asarray(ids[-tokens:], np.int32))
-  texts = codec_search.Texts.gather(
+  texts = forcing.Texts.gather(
     model.config, [file for file, _ in settings.prompts], states
   )
-  oracle = codec_search.Oracle(
-    model.decode, texts, tokens=tokens, drafts=1, ends=()
-  )
-  return list(
-    oracle.logits(np.stack(forced), *codec_search.read_both(texts, codec))
-  )
+  oracle = forcing.Oracle(model.decode, texts, tokens=tokens, drafts=1, ends=())
+  return list(oracle.logits(np.stack(forced), *forcing.read_both(texts, codec)))
 
 
 def acceptance(blocks: Blocks) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import cli, codec_search, config, main, results
+from experiments import cli, config, forcing, main, results
 from lynx_jax.config import (
   CodecConfig,
   ConfigError,
@@ -53,11 +53,11 @@ def _prompts() -> list[np.ndarray]:
 
 
 @functools.cache
-def _oracle() -> tuple[codec_search.Texts, codec_search.Oracle]:
+def _oracle() -> tuple[forcing.Texts, forcing.Oracle]:
   prefill = Prefill(_model(), _codec(()), ENGINE)
   states = [list(prefill.chunks(prompt))[-1] for prompt in _prompts()]
-  texts = codec_search.Texts.gather(MODEL, ('a', 'b'), states)
-  oracle = codec_search.Oracle(
+  texts = forcing.Texts.gather(MODEL, ('a', 'b'), states)
+  oracle = forcing.Oracle(
     _model(), texts, tokens=TOKENS, drafts=DRAFTS, ends=()
   )
   oracle.continue_exactly()
@@ -67,8 +67,8 @@ def _oracle() -> tuple[codec_search.Texts, codec_search.Oracle]:
 def test_drafts_do_not_change_the_text():
   """Coarse drafts for the exact target give its greedy continuation."""
   texts, oracle = _oracle()
-  target, _ = codec_search.read_both(texts, _codec(()))
-  _, draft = codec_search.read_both(texts, _codec((1, 1), Rotation.NONE))
+  target, _ = forcing.read_both(texts, _codec(()))
+  _, draft = forcing.read_both(texts, _codec((1, 1), Rotation.NONE))
   rounds, tokens = oracle.accept(target, draft)
   assert tokens == oracle.forced.tolist()
   assert any(accepted < DRAFTS for _, accepted in rounds[0])  # drafts differ
@@ -80,10 +80,10 @@ def test_drafts_do_not_change_the_text():
 def test_nothing_follows_an_end_token():
   texts, oracle = _oracle()
   end = oracle.forced[0, TOKENS // 2]
-  ended = codec_search.Oracle(
+  ended = forcing.Oracle(
     _model(), texts, tokens=TOKENS, drafts=DRAFTS, ends=(int(end),)
   )
-  both = codec_search.read_both(texts, _codec(()))
+  both = forcing.read_both(texts, _codec(()))
   _, tokens = ended.accept(*both)
   for found, row in zip(tokens, oracle.forced.tolist(), strict=True):
     cut = row.index(end) + 1 if end in row else TOKENS
@@ -93,14 +93,14 @@ def test_nothing_follows_an_end_token():
 def test_logits_are_those_of_plain_causal_attention():
   """But for the rounding of keys and values to bfloat16."""
   texts, oracle = _oracle()
-  target, _ = codec_search.read_both(texts, _codec(()))
+  target, _ = forcing.read_both(texts, _codec(()))
   model, tokens = _model(), oracle.forced[:, :DRAFTS]
   tail = tuple(
     tuple(jnp.zeros((2, MODEL.kv_heads, DRAFTS, MODEL.head_dim)) for _ in 'kv')
     for _ in range(MODEL.layers)
   )
   first = jnp.zeros(2, jnp.int32)
-  logits, _ = nnx.jit(codec_search.forward)(
+  logits, _ = nnx.jit(forcing.forward)(
     model, target, tail, tokens, texts.lengths, first
   )
   for slot, prompt in enumerate(_prompts()):
@@ -113,7 +113,7 @@ def test_logits_are_those_of_plain_causal_attention():
 
 def test_a_draft_that_reads_the_target_is_always_accepted():
   texts, oracle = _oracle()
-  both = codec_search.read_both(texts, _codec((4,)))
+  both = forcing.read_both(texts, _codec((4,)))
   kl, agreement = oracle.compare(*both)
   np.testing.assert_allclose(kl, 0.0, atol=1e-6)
   assert agreement == [1.0, 1.0]
@@ -124,7 +124,7 @@ def test_a_draft_that_reads_the_target_is_always_accepted():
 def test_more_bits_are_nearer_to_the_target():
   texts, oracle = _oracle()
   found = [
-    np.mean(oracle.compare(*codec_search.read_both(texts, _codec(planes)))[0])
+    np.mean(oracle.compare(*forcing.read_both(texts, _codec(planes)))[0])
     for planes in ((1, 1, 2, 4), (2, 2, 4), (4, 4))
   ]
   assert found[0] > 4 * found[1] > 16 * found[2] > 0
@@ -132,7 +132,7 @@ def test_more_bits_are_nearer_to_the_target():
 
 def test_a_dense_codec_reads_back_what_prefill_computed():
   texts, _ = _oracle()
-  target, draft = codec_search.read_both(texts, _codec(()))
+  target, draft = forcing.read_both(texts, _codec(()))
   for exact, layer in zip(
     zip(texts.k, texts.v, strict=True), target, strict=True
   ):
@@ -146,8 +146,8 @@ def test_a_dense_codec_reads_back_what_prefill_computed():
 def test_only_whole_groups_between_sinks_and_recent_tokens_are_packed():
   texts, _ = _oracle()
   codec = _codec((1, 1))
-  target, _ = codec_search.read_both(texts, codec)
-  exact, _ = codec_search.read_both(texts, _codec(()))
+  target, _ = forcing.read_both(texts, codec)
+  exact, _ = forcing.read_both(texts, _codec(()))
   differ = (np.asarray(target[0][0]) != np.asarray(exact[0][0])).any(
     axis=(1, 3)
   )

@@ -13,10 +13,10 @@ import pytest
 from configs import fidelity as configured
 from experiments import (
   cli,
-  codec_search,
   config,
   display,
   fidelity_study,
+  forcing,
   main,
   peer_formulas,
   readings,
@@ -78,11 +78,11 @@ def small_model():
 
 
 @functools.cache
-def _texts() -> tuple[codec_search.Texts, list]:
+def _texts() -> tuple[forcing.Texts, list]:
   engine = dataclasses.replace(_settings().engine, prompt_tokens=512)
   prefill = Prefill(model(), CodecConfig(), engine)
   states = [[*prefill.chunks(engines.prompt(n))][-1] for n in LENGTHS]
-  return codec_search.Texts.gather(MODEL, ('a', 'b'), states), states
+  return forcing.Texts.gather(MODEL, ('a', 'b'), states), states
 
 
 def test_readings_nest_and_the_exact_one_is_bf16():

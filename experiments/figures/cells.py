@@ -173,17 +173,7 @@ def _draw_rate(
       )
       for row, median, bound in zip(line, medians, bounds, strict=True)
     ]
-  axes.axhline(prefill_s, color=drawing.QUIET, lw=0.6, ls=(0, (2, 2)), zorder=0)
-  axes.annotate(
-    'prefill and split',
-    (0.0, prefill_s),
-    (2, 2),
-    xycoords=('axes fraction', 'data'),
-    textcoords='offset points',
-    va='bottom',
-    fontsize=6,
-    color=drawing.QUIET,
-  )
+  drawing.prefill_line(axes, prefill_s)
   axes.set_xscale('log')
   rates = sorted({row['link_gbps'] * factor for row in everything})
   if len(rates) <= 8:

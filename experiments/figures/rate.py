@@ -174,17 +174,7 @@ def _draw_points(
   spread = rates[-1] / rates[0]
   axes.set_xlim(rates[0] / spread**0.48, rates[-1] * spread**0.05)
   axes.set_xlabel(f'rate of the link, {unit}')
-  axes.axhline(prefill_s, color=drawing.QUIET, lw=0.6, ls=(0, (2, 2)), zorder=0)
-  axes.annotate(
-    'prefill and split',
-    (0.0, prefill_s),
-    (2, 2),
-    xycoords=('axes fraction', 'data'),
-    textcoords='offset points',
-    va='bottom',
-    fontsize=6,
-    color=drawing.QUIET,
-  )
+  drawing.prefill_line(axes, prefill_s)
   _label_starts(axes, starts, styles)
 
 

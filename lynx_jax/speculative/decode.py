@@ -154,7 +154,7 @@ def rounds(
     tail, slots = draft(
       model,
       draft_prefix,
-      kv_cache.as_stored(tail),
+      tail,
       slots,
       wanted,
       draft_tokens,
