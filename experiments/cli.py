@@ -8,9 +8,11 @@ import contextlib
 import functools
 import json
 import os
+import pathlib
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +41,7 @@ _PREFLIGHT = 'preflight'  # a page, and no records
 PEER_LOST = 3
 CELLS_MISSING = 4
 _MOST_KEPT_BYTES = 1 << 30  # of compiled programs; the oldest go first
+_WRITTEN_S = 60.0  # longer than another process may take to write a program
 _EXAMPLE = '--config=configs/demo.py --workdir=runs/demo'
 
 
@@ -242,9 +245,23 @@ def keep_programs() -> None:
   with contextlib.suppress(OSError):
     os.makedirs(place, exist_ok=True)
     if os.access(place, os.W_OK):
+      _drop_halves(place)
       jax.config.update('jax_compilation_cache_dir', place)
       jax.config.update('jax_compilation_cache_max_size', _MOST_KEPT_BYTES)
       jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.05)
+
+
+def _drop_halves(place: str) -> None:
+  """Removes programs whose writing was cut short, as by a full disk.
+
+  JAX writes a program, then its `-atime` (0.10.2). While one has none nothing
+  else can be kept, and half a program would be read in vain for ever.
+  """
+  for program in pathlib.Path(place).glob('*-cache'):
+    written = program.with_name(program.name.removesuffix('-cache') + '-atime')
+    is_old = time.time() - program.stat().st_mtime > _WRITTEN_S
+    if is_old and not written.exists():
+      program.unlink()
 
 
 def parse(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict, str]:

@@ -921,6 +921,13 @@ def _prompts(values: Any) -> tuple[tuple[str, int], ...]:
   lengths = [
     int(n) for n in _numbers('prompt_lengths', values.prompt_lengths, least=1)
   ]
+  twice = sorted({file for file in files if files.count(file) > 1})
+  require(
+    not twice,
+    f'prompt_file names {", ".join(twice)} more than once; a run cuts a text '
+    'to one length, and an ablation goes through several: '
+    "--config.ablation.axes='prompt_tokens=192|193'",
+  )
   lengths = lengths or [values.prompt_tokens] * len(files)
   require(
     len(lengths) == len(files),

@@ -174,7 +174,8 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
         screen.note(
           f'{file}, {len(prompt)} tokens: prefill and split {prefill_s:.2f} s,'
           f' decode step {step_s:.3f} s, INT8 {size / 1e6:.1f} MB; at '
-          f'{rate_gbps * 1e3:.4g} Mbit/s the share is {share:.1%}'
+          f'{rate_gbps * 1e3:.4g} Mbit/s and RTT {rtt_ms:g} ms '
+          f'the share is {share:.1%}'
         )
         check_wait(file, size, rate_gbps, rtt_ms)
         seen_gbps = rate_gbps

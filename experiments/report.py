@@ -288,9 +288,11 @@ def _replace(path: pathlib.Path, data: bytes) -> None:
   try:
     part.write_bytes(data)
     part.replace(path)
-  except BaseException:
+  except BaseException as error:
     with contextlib.suppress(OSError):
       part.unlink()
+    if isinstance(error, OSError) and not error.filename:
+      raise OSError(error.errno, error.strerror, str(path)) from error
     raise
 
 

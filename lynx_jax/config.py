@@ -514,9 +514,10 @@ def check_together(
   total = engine.prompt_tokens + engine.output_tokens
   require(
     total <= model.context_tokens,
-    f'engine.prompt_tokens={engine.prompt_tokens} + '
-    f'output_tokens={engine.output_tokens} = {total} exceeds the '
-    f'context of {model.name}, {model.context_tokens} tokens',
+    f'prompt_tokens={engine.prompt_tokens} + '
+    f'output_tokens={engine.output_tokens} = {total} exceeds the context of '
+    f'{model.name}, {model.context_tokens} tokens; shorten the prompt, or ask '
+    'for fewer',
   )
   starts = {start for start, _ in layer_ranges(model, engine)} | {model.layers}
   for entry in codec.layers:

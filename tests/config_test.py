@@ -114,6 +114,7 @@ def test_several_modes_and_doubled_names():
 @pytest.mark.parametrize(
   'fields, message',
   [
+    ({'prompt_file': 'book,code,book'}, 'names book more than once'),
     ({'scheme': 'lnyx'}, "'lnyx' must be one of .* did you mean 'lynx'"),
     ({'scheme': ''}, "scheme='' must name one of"),
     ({'scheme': ' , '}, 'must name one of'),

@@ -186,6 +186,17 @@ def test_compiled_programs_are_kept_where_that_can_be_written(
     monkeypatch.setenv('XDG_CACHE_HOME', '/elsewhere')
     cli.keep_programs()  # a choice that was made stays
     assert jax.config.jax_compilation_cache_dir == str(kept)
+    # Writing was cut short a minute ago, or may be under way, or has ended.
+    for name, age_s in (('half', 61), ('fresh', 0), ('whole', 61)):
+      (kept / f'{name}-cache').write_bytes(b'code')
+      written = time.time() - age_s
+      os.utime(kept / f'{name}-cache', (written, written))
+    (kept / 'whole-atime').touch()
+    jax.config.update('jax_compilation_cache_dir', None)
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    cli.keep_programs()
+    left = {path.name for path in kept.glob('*-cache')}
+    assert left == {'fresh-cache', 'whole-cache'}
   finally:
     jax.config.update('jax_enable_compilation_cache', False)
     jax.config.update('jax_compilation_cache_dir', None)

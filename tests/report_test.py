@@ -5,6 +5,7 @@ Requests are simulated on a clock of whole eighths of a second, so that every
 time in them is known; nothing runs.
 """
 
+import errno
 import html.parser
 import json
 import os
@@ -608,6 +609,17 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
   tmp_path.chmod(0o700)
   assert code == 2
   assert 'Permission denied' in err
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch, quick):
+  def full(path, data):
+    raise OSError(errno.ENOSPC, 'No space left on device')  # names no file
+
+  write(tmp_path, simulate('lynx'))
+  monkeypatch.setattr(pathlib.Path, 'write_bytes', full)
+  with pytest.raises(OSError, match='No space left') as raised:
+    report.write(tmp_path)
+  assert str(tmp_path) in raised.value.filename
 
 
 def test_help_names_the_command():
