@@ -363,7 +363,7 @@ def test_cells_measure_what_they_say(tmp_path, monkeypatch):
   assert main.main(argv) == cli.CELLS_MISSING
   records = _records(tmp_path)
   (failed,) = [d for d in cell_rows.last(records).values() if 'error' in d]
-  assert failed['error'].startswith('ConfigError: engine.prompt_tokens=9000')
+  assert failed['error'].startswith('ConfigError: prompt_tokens=9000')
   slow, fast = cell_rows.written(records)['rows']
   for row in (slow, fast):
     assert row['ttft_over_bound'] >= 1
