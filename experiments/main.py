@@ -66,5 +66,12 @@ def main(argv: Sequence[str], study: Any = None) -> int:
     return INTERRUPTED
 
 
+def _end(code: int) -> None:
+  """Ends this process, which may be one of several."""
+  if 'experiments.sides' in sys.modules:
+    sys.modules['experiments.sides'].end(code)
+  sys.exit(code)
+
+
 if __name__ == '__main__':
-  sys.exit(main(sys.argv))
+  _end(main(sys.argv))
