@@ -154,16 +154,17 @@ def joined(
     make_devices(devices)
     yield Side(options)
     return
-  side = Side(options)
-  _initialize(side)
-  count = side.processes
+  address, count, process, local = _found(options)
+  side = Side(options.of(process, count), process, count)
   require(
     devices % count == 0,
     f'{options.role}_mesh={devices} cannot be shared by {count} processes; set '
     f'--config.{options.role}_mesh to what they have together',
   )
+  host = _host(side.options)
+  _initialize(side, address, local)
   make_devices(devices // count)
-  side.exchange = exchange.join(_host(side.options))
+  side.exchange = exchange.join(host)
   if side.exchange is not None:
     side.exchange.watch(side.on_lost)
   with side.leaving():
@@ -173,13 +174,10 @@ def joined(
   jax.distributed.shutdown()
 
 
-def _initialize(side: Side) -> None:
-  """Starts `jax.distributed`, and says which process of how many this is."""
-  options = side.options
-  address, count, process, devices = _found(options)
-  side.process, side.processes = process, count
-  side.options = options.of(process, count)
-  host, port = numeric(address)
+def _initialize(side: Side, coordinator: str, local: Any) -> None:
+  """Starts `jax.distributed`, in which nothing but this side is."""
+  count, limit_s = side.processes, side.options.start_s
+  host, port = numeric(coordinator)
   address = f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
   _reach(side, host, port)
   # It would take SIGTERM for a warning, and a process would outlive it.
@@ -188,18 +186,18 @@ def _initialize(side: Side) -> None:
     jax.distributed.initialize(
       address if side.leads else _detour(host, port),
       count,
-      process,
-      devices,
+      side.process,
+      local,
       cluster_detection_method='deactivate',
       coordinator_bind_address=address,
-      initialization_timeout=options.start_s,
+      initialization_timeout=limit_s,
       heartbeat_timeout_seconds=_SILENT_S,
       shutdown_timeout_seconds=_END_S,
     )
   except RuntimeError as error:
     reason = str(error).splitlines()[0]
     raise control.PeerLost(
-      f'not all {count} processes of this side came in {options.start_s} s; '
+      f'not all {count} processes of this side came within {limit_s} s; '
       f'start all, with the same --processes and a --process each ({reason})'
     ) from error
 
