@@ -183,6 +183,7 @@ def _steps_with_pulls(engine: Engine, pace: Pace) -> Iterator[dict[str, Any]]:
     spans = [
       (e.start_s + a.timeline.arrival_s, e.end_s - e.start_s)
       for e in _events(a, Phase.VERIFY)
+      if e.detail['draft_tokens']  # not the first one, nor those of a backlog
     ]
     with_pulls = [s for at_s, s in spans if start_s <= at_s <= end_s]
     without = [s for at_s, s in spans if at_s < began_s or at_s > end_s]
