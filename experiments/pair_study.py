@@ -213,7 +213,7 @@ def _release(
 ) -> Iterator[dict[str, Any]]:
   """How long the sender keeps what nobody needs, for every way to end."""
   wire, fingerprint = _KIND.wire, handshake.fingerprint(model)
-  slow = Pace(1e-3)
+  slow = Pace(5e-3)  # a chunk on its way, 0.4 s long, cannot be called back
 
   def done(engine: Engine) -> None:
     engine.forget(engine.submit(_request(64, 0)))
