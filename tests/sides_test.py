@@ -205,7 +205,7 @@ def test_a_side_ends_with_one_of_its_processes(
   """Of decode that is process 0, by which the others have found each other."""
   flags = '--role=decode', f'--connect={addresses}', f'--workdir={tmp_path}'
   with commands(environment, *flags) as (one, other):
-    one.until(MEASURES)
+    one.until('loading')
     one.process.kill()
     code, error = other.end(within_s=30.0)
     assert code == cli.PEER_LOST
