@@ -58,7 +58,7 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 
 class Command:
-  """A process of the command line; gloo prints lines of its own."""
+  """A process of the command line."""
 
   def __init__(self, environment: dict[str, str], *flags: str):
     self.process = subprocess.Popen(
@@ -79,16 +79,19 @@ class Command:
       reader.start()
 
   def until(self, start: str) -> str:
-    """Returns the rest of the next line that begins like this."""
-    lines = iter(lambda: self._lines.get(timeout=BOUND_S), None)
-    for line in lines:
-      if line.startswith(start):
-        return line.removeprefix(start).strip()
+    """Returns what follows this in the next line that has it."""
+    for line in self._further():
+      if start in line:
+        return line.partition(start)[-1].strip()
     raise AssertionError(self.end())
 
   def rest(self) -> list[str]:
-    """Returns all further lines, once it has ended."""
-    return [*iter(lambda: self._lines.get(timeout=BOUND_S), None)]
+    """Returns all further lines, once it has ended, but those that gloo says.
+
+    It does not say them in one piece.
+    """
+    lines = self._further()
+    return [x for x in lines if 'Gloo' not in x and 'peer ranks' not in x]
 
   def end(self, within_s: float = BOUND_S) -> tuple[int, str]:
     """Waits for its end; returns exit code and the last line of its errors."""
@@ -111,9 +114,12 @@ class Command:
   def lives(self) -> bool:
     return self.process.poll() is None
 
+  def _further(self) -> Iterator[str]:
+    return iter(lambda: self._lines.get(timeout=BOUND_S), None)
+
   def _read_out(self) -> None:
     for line in self.process.stdout:
-      if line.strip() and not line.startswith('[Gloo]'):
+      if line.strip():
         self._lines.put(line)
     self._lines.put(None)
 
