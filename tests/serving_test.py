@@ -53,7 +53,10 @@ def test_two_devices_prefill_for_four():
   model = serving.load('tiny', 'float32', (2, 4))
   scheme = config.scheme('lynx', CodecConfig())
   engine_config = EngineConfig(
-    prompt_tokens=len(PROMPT), output_tokens=9, layer_groups=2
+    prompt_tokens=len(PROMPT),
+    output_tokens=9,
+    layer_groups=2,
+    chunk_bytes=1,  # a unit a chunk: few shapes to compile
   )
   with serving.connect(model, scheme, engine_config, rate_gbps=0.05) as line:
     expected = line.engine.reference(PROMPT, 9)
