@@ -22,11 +22,7 @@ from lynx_jax.config import (
 from lynx_jax.models import presets, transformer
 from lynx_jax.prefill import Prefill
 
-# One worker: the tests share an oracle and its programs.
-pytestmark = [
-  pytest.mark.xdist_group('codec_search'),
-  pytest.mark.usefixtures('unoptimised'),
-]
+pytestmark = pytest.mark.usefixtures('unoptimised')
 NAME = 'k=2,2,4 v=2,2,4'
 MODEL = presets.tiny(layers=2, head_dim=16, vocab=64, tied_embeddings=False)
 TOKENS, DRAFTS = 24, 5
