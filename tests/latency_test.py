@@ -35,7 +35,7 @@ def study(tmp_path_factory):
     f'--config.scheme={",".join(SCHEMES)}',
     f'--config.mode={",".join(MODES)}',
     '--config.output_tokens=12',
-    '--config.acceptance.output_tokens=20',
+    '--config.acceptance.output_tokens=12',  # as above: the same programs
     '--config.sampling.temperature=1.5',
     '--config.sampling.seed=3',
     '--config.engine.chunk_bytes=1',  # a unit a chunk: few shapes to compile
