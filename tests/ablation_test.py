@@ -18,7 +18,7 @@ from lynx_jax.models import presets
 
 ROOT = pathlib.Path(__file__).parents[1]
 # One run serves all tests of records here.
-pytestmark = pytest.mark.xdist_group('ablation')
+pytestmark = pytest.mark.usefixtures('unoptimised')
 
 
 def _ablation(**fields):

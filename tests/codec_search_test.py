@@ -22,6 +22,7 @@ from lynx_jax.config import (
 from lynx_jax.models import presets, transformer
 from lynx_jax.prefill import Prefill
 
+pytestmark = pytest.mark.usefixtures('unoptimised')
 NAME = 'k=2,2,4 v=2,2,4'
 MODEL = presets.tiny(layers=2, head_dim=16, vocab=64, tied_embeddings=False)
 TOKENS, DRAFTS = 24, 5

@@ -64,7 +64,7 @@ def test_warm_up_compiles_the_table_and_requests_nothing(
   planes, exact, generated, drafter, compiled
 ):
   to = jax.devices()[0]
-  model = engines.draw_model(presets.tiny(head_dim=16))
+  model = engines.draw_model(presets.tiny(layers=2, head_dim=16))
   nnx.update(model, jax.device_put(nnx.state(model), to))
   tensor = TensorCodec(planes=planes)
   codec = CodecConfig(
@@ -98,7 +98,7 @@ def test_warm_up_compiles_the_table_and_requests_nothing(
     engine.warm_up()
     # JAX compiles `jnp.zeros` as a program of its own.
     found = {n: count for n, count in compiled.items() if n not in _EAGER}
-    # Both layer groups have two layers, one codec: g = c = 1. They share
+    # Both layer groups have one layer, one codec: g = c = 1. They share
     # programs, so kinds count once, not once a group.
     kinds = {key[:2]: n for key, n in engine.wire.slice_counts().items()}
     slices = sum(map(len, kinds.values()))

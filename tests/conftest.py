@@ -46,6 +46,19 @@ jaxtyping.install_import_hook(
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items):
+  """Gives a module with `unoptimised` to one worker.
+
+  Its tests share programs, which are dropped at its end: in turns with another
+  worker each would compile most of them once more.
+  """
+  for item in items:
+    alone = item.get_closest_marker('xdist_group') is None
+    if alone and 'unoptimised' in item.fixturenames:
+      item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 def pytest_collection_finish():
   """Lets garbage collections pass over what lives as long as the process."""
   gc.collect()

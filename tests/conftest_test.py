@@ -66,3 +66,9 @@ def test_workers_see_groups_of_tests(request):
   """A pair of pytest and xdist that do not fit scatters them silently."""
   if hasattr(request.config, 'workerinput'):
     assert request.node.nodeid.endswith('@here')
+
+
+@pytest.mark.usefixtures('unoptimised')
+def test_a_module_with_a_compiler_of_its_own_has_one_worker(request):
+  mark = request.node.get_closest_marker('xdist_group')
+  assert mark.args == ('conftest_test',)

@@ -99,6 +99,7 @@ def test_every_field_says_what_it_means():
   assert not reference.undocumented()
 
 
+@pytest.mark.usefixtures('unoptimised')
 def test_the_examples_of_extending_run():
   text = (pages.DOCS / 'extending.md').read_text(encoding='utf-8')
   names: dict = {}

@@ -27,6 +27,7 @@ from lynx_jax.transport.scheduler import Scheduler
 from lynx_jax.transport.streams import WireFormat
 from tests import families
 
+pytestmark = pytest.mark.usefixtures('unoptimised')
 # Seen on CPU: 5e-6. Logits have a deviation of 1.5.
 LOGIT_ERROR = 1e-4
 # Seen: 1e-3. Where a key lies between two bfloat16 values, another order of the

@@ -33,6 +33,7 @@ from lynx_jax.programs import fetch
 from lynx_jax.transport.streams import PAGE_BYTES, WireFormat
 from tests import engines
 
+pytestmark = pytest.mark.usefixtures('unoptimised')
 LENGTHS = (450, 397)
 MODEL = presets.tiny(layers=2, head_dim=16)
 model = functools.cache(lambda: engines.draw_model(MODEL))

@@ -8,9 +8,11 @@ import pytest
 
 from experiments import latency, main, profiling, report, results, selection
 from lynx_jax.config import ConfigError
+from lynx_jax.models import presets
 
-# One run serves all tests here.
-pytestmark = pytest.mark.xdist_group('study')
+# One run serves all tests here. That optimised programs commit the reference
+# is for equivalence_test.
+pytestmark = pytest.mark.usefixtures('unoptimised')
 SCHEMES = ('bf16', 'int8', 'lynx')
 MODES = ('serial', 'overlapped')
 
@@ -33,13 +35,17 @@ def study(tmp_path_factory):
     f'--config.scheme={",".join(SCHEMES)}',
     f'--config.mode={",".join(MODES)}',
     '--config.output_tokens=12',
-    '--config.acceptance.output_tokens=20',
+    '--config.acceptance.output_tokens=12',  # as above: the same programs
     '--config.sampling.temperature=1.5',
     '--config.sampling.seed=3',
+    '--config.engine.chunk_bytes=1',  # a unit a chunk: few shapes to compile
   ]
   profile = workdir / profiling.FOLDER
   run = functools.partial(latency.run, profile=profile)
-  assert main.main(argv, run) == 0
+  small = functools.partial(presets.tiny, layers=2, head_dim=16)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(presets, 'tiny', small)
+    assert main.main(argv, run) == 0
   return [*results.read(workdir / results.FILE)], workdir
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a pre-flight: what passes, what fails, and the exit code."""
 
+import os
 import pathlib
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from experiments import main, preflight
 
+pytestmark = pytest.mark.usefixtures('unoptimised')
 ROOT = pathlib.Path(__file__).parents[1]
 FLAGS = (
   'main',
@@ -111,6 +113,7 @@ def test_two_processes():
   done = subprocess.run(
     [*command, '--role=local', '--config.prefill_mesh=2'],
     cwd=ROOT,
+    env=os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true'},
     capture_output=True,
     text=True,
     check=False,

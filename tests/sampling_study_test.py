@@ -27,6 +27,7 @@ def test_the_chance_is_the_sum_over_all_pairs(seed, spread):
 _coupling = jax.jit(sampling_study.coupling)
 
 
+@pytest.mark.usefixtures('unoptimised')
 def test_measurements_of_a_tiny_model(tmp_path):
   sampling_study.main(
     [

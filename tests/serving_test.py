@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models are placed on the two sides of the devices."""
 
+import functools
+
 import jax
 import pytest
 from flax import nnx
@@ -8,6 +10,7 @@ from flax import nnx
 from experiments import config, serving
 from lynx_jax.config import CodecConfig, ConfigError, EngineConfig
 from lynx_jax.engine import Request
+from lynx_jax.models import presets
 
 # Tokens of optimised programs on meshes are compared in sharding_test.
 pytestmark = pytest.mark.usefixtures('unoptimised')
@@ -48,12 +51,17 @@ def test_devices_that_cannot_serve(sides, message):
     serving.load('tiny', 'float32', sides)
 
 
-def test_two_devices_prefill_for_four():
+def test_two_devices_prefill_for_four(monkeypatch):
   """The link ends where decode is, and the output is the reference."""
+  small = functools.partial(presets.tiny, layers=2)
+  monkeypatch.setattr(presets, 'tiny', small)
   model = serving.load('tiny', 'float32', (2, 4))
   scheme = config.scheme('lynx', CodecConfig())
   engine_config = EngineConfig(
-    prompt_tokens=len(PROMPT), output_tokens=9, layer_groups=2
+    prompt_tokens=len(PROMPT),
+    output_tokens=9,
+    layer_groups=2,
+    chunk_bytes=1,  # a unit a chunk: few shapes to compile
   )
   with serving.connect(model, scheme, engine_config, rate_gbps=0.05) as line:
     expected = line.engine.reference(PROMPT, 9)
