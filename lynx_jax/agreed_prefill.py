@@ -113,6 +113,7 @@ class AgreedPrefill:
     deadline_s: float = math.inf,
     timeline: Timeline,
     target: Target = Target.PLANES,
+    row: int = 0,
   ) -> None:
     """Queues a prompt, in every process."""
     self._calls.append(('submit', request))
@@ -125,6 +126,7 @@ class AgreedPrefill:
       deadline_s=deadline_s,
       timeline=timeline,
       target=target,
+      row=row,
     )
 
   def drop(self, request: int) -> None:
