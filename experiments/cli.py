@@ -152,8 +152,7 @@ def _preflight(
 ) -> int:
   count = settings.cpu_devices
   if role is not None:
-    prefills = role.role is options.Role.PREFILL
-    count = settings.prefill_mesh if prefills else settings.decode_mesh
+    count = settings.sides[role.role is not options.Role.PREFILL]
   _make_devices(count)
   from experiments import preflight
 
@@ -209,7 +208,7 @@ def _named_study(
     from experiments import latency
 
     return functools.partial(latency.run, profile=profile)
-  _make_devices(settings.decode_mesh)  # the other side has its own
+  _make_devices(settings.sides[1])  # the other side has its own
   from experiments import latency, roles
 
   def run(settings, writer, screen):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots split over rows of devices: same outputs, and hardly a word between.
 
-Prefill has one device, decode two rows of two devices or four of one.
+Prefill has one device; decode has two rows or four, on up to eight devices.
 """
 
 import dataclasses
@@ -31,7 +31,9 @@ MODEL = presets.tiny(
 SETUP = engines.setup(
   (4, 4), slots=4, prompt_tokens=120, layer_groups=1, chunk_bytes=1
 )
-SIDES = [(2, 2), (4, 1)]  # rows, and devices of each
+# Rows, and devices of each.
+SIDES = [(2, 1), (2, 2), (4, 2)]
+NARROW, FOUR, WIDE = SIDES
 LENGTHS = (100, 17, 120, 33, 80, 1)
 LONG = engines.prompt(100)
 
@@ -68,10 +70,9 @@ def with_slots(setup: engines.Setup, slots: int) -> engines.Setup:
   return dataclasses.replace(setup, config=config)
 
 
-@pytest.mark.parametrize('side', SIDES)
-def test_committed_tokens_equal_the_reference_in_every_row(side):
+def test_committed_tokens_equal_the_reference_in_every_row():
   """A ragged batch in all slots, which are used again, one after a cancel."""
-  made = bench(*side)
+  made, rows = bench(*WIDE), WIDE[0]
   engine = made.engine
   prompts = [engines.prompt(n) for n in LENGTHS]
   expected = [made.reference(prompt) for prompt in prompts]
@@ -79,8 +80,8 @@ def test_committed_tokens_equal_the_reference_in_every_row(side):
     (step, Request(prompt=prompt.tolist(), output_tokens=engines.OUTPUT_TOKENS))
     for step, prompt in enumerate(prompts)
   ]
-  made.configure(draft_tokens=0)
-  made.script = courier.shuffle(sum(side))
+  made.configure(draft_tokens=0, sharpen=False)  # fewer programs to compile
+  made.script = courier.shuffle(0)
   used = set()
   for _ in range(2):
     # It holds a slot of every row in turn.
@@ -90,12 +91,12 @@ def test_committed_tokens_equal_the_reference_in_every_row(side):
     engine.cancel(cancelled)
     assert engine.forget(cancelled).state is State.CANCELLED
     engines.run(made, requests, expected)
-  assert len({engine.config.place(slot, side[0])[0] for slot in used}) == 2
+  assert len({engine.config.place(slot, rows)[0] for slot in used}) == 2
 
 
 def test_a_row_gives_the_bits_of_a_mesh_of_its_own():
   """Its programs have the shapes of an engine with the row's slots alone."""
-  rows, size = SIDES[0]
+  rows, size = NARROW
   several = bench(rows, size)
   single = bench(1, size, with_slots(SETUP, SETUP.config.slots // rows))
   assert single.reference(LONG) == several.reference(LONG)
@@ -162,44 +163,47 @@ def crossing(hlo: str, size: int) -> list[str]:
   ]
 
 
-def test_rows_exchange_nothing_but_whether_to_go_on():
-  rows, size = SIDES[0]
+# Whether any request samples; if so, whether by top-k or by top-p.
+CHOOSE = ['(pred[], pred[])', 'pred[]']
+
+
+def test_layers_say_nothing_to_other_rows():
+  rows, size = WIDE
   engine = bench(rows, size).engine
   run, params = engine._decoder._programs, engine._params
   cache, slots = engine._cache, engine._slots
   wanted, ends = np.ones(len(slots.length), bool), engine._decoder.end_tokens
   h, where = run.open_verify[engine._decoder.rows](params, slots, wanted)
   layers = cached.layer_params(params, 0, 1)
-  two = np.int32(2)
-  texts = {
-    'open': run.open_draft.lower(params, slots, wanted, two, ends),
+  lowered = {
+    'open': run.open_verify[engine._decoder.rows].lower(params, slots, wanted),
     'layers': run.verify_layers.lower(
       layers, h, cache.prefix[0], cache.tail[0], where, None
     ),
     'close': run.close_verify.lower(params, h, slots, wanted, ends),
-    'stop': engine._decoder.stop.lower(slots, two),
-    'rounds': run.rounds.lower(
-      params,
-      kv_cache.anchor_only(cache.prefix),
-      cache.prefix,
-      cache.tail,
-      slots,
-      wanted,
-      two,
-      two,
-      ends,
-    ),
+    'stop': engine._decoder.stop.lower(slots, np.int32(1)),
   }
-  found = {
-    name: crossing(lowered.compile().as_text(), size)
-    for name, lowered in texts.items()
-  }
-  # Whether any request samples; if so, whether by top-k or by top-p.
-  chosen = ['(pred[], pred[])', 'pred[]']
-  assert found.pop('close') == chosen
-  # The same for drafts and targets; and whether any slot drafts or goes on.
-  assert {*found.pop('rounds')} == {*chosen}
-  assert found == {'open': [], 'layers': [], 'stop': []}
+  texts = {name: each.compile().as_text() for name, each in lowered.items()}
+  assert tpu_compiler.collectives(texts['layers']) == {'all-reduce': 2}
+  found = {name: crossing(text, size) for name, text in texts.items()}
+  assert found == {'open': [], 'layers': [], 'close': CHOOSE, 'stop': []}
+
+
+def test_rounds_ask_other_rows_only_whether_to_go_on():
+  engine = bench(*NARROW).engine
+  cache, slots, one = engine._cache, engine._slots, np.int32(1)
+  lowered = engine._decoder._programs.rounds.lower(
+    engine._params,
+    kv_cache.anchor_only(cache.prefix),
+    cache.prefix,
+    cache.tail,
+    slots,
+    np.ones(len(slots.length), bool),
+    one,
+    one,
+    engine._decoder.end_tokens,
+  )
+  assert {*crossing(lowered.compile().as_text(), 1)} == {*CHOOSE}
 
 
 def test_collectives_between_rows_are_seen():
