@@ -4,6 +4,7 @@
 Prefill has one device; decode has two rows or four, on up to eight devices.
 """
 
+import contextlib
 import dataclasses
 import functools
 
@@ -13,12 +14,14 @@ import pytest
 from flax import nnx
 
 from experiments import tpu_compiler
-from lynx_jax import kv_cache, memory, wire
+from lynx_jax import handshake, kv_cache, memory, wire
 from lynx_jax import mesh as mesh_lib
 from lynx_jax.config import ConfigError
-from lynx_jax.engine import Request, State
+from lynx_jax.engine import Engine, Request, State
 from lynx_jax.models import cached, presets, transformer
-from lynx_jax.transport import courier, links
+from lynx_jax.prefill_server import PrefillServer
+from lynx_jax.remote_prefill import RemotePrefill
+from lynx_jax.transport import control, courier, links
 from lynx_jax.transport.streams import WireFormat
 from tests import engines
 
@@ -152,6 +155,36 @@ def test_only_the_row_of_a_slot_receives(side):
   before = places(engine._cache)
   engine._put(slot, chunk, moved, {})
   assert places(engine._cache) == before  # in place where it was changed, too
+
+
+def test_chunks_of_another_side_are_fetched_to_the_row_of_their_slot():
+  """One that came to another row could not be inserted."""
+  made = bench(*NARROW)
+  decode_model = placed(jax.devices()[-2:], 2)
+  prompts = [engines.prompt(n) for n in LENGTHS[:3]]
+  expected = [made.reference(prompt) for prompt in prompts]
+  prefill_model = placed(jax.devices()[:1])
+  server = PrefillServer(prefill_model, [made.engine.wire], pull_host=None)
+  with contextlib.closing(server):
+    remote = RemotePrefill(
+      made.engine.wire,
+      handshake.fingerprint(prefill_model),
+      jax.tree.leaves(nnx.state(decode_model))[0].sharding,
+      dial=lambda: control.ClientChannel(f'127.0.0.1:{server.port}'),
+    )
+    config = dataclasses.replace(SETUP.config, draft_tokens=0, sharpen=False)
+    with Engine(remote, decode_model, SETUP.codec, config) as engine:
+      keys = [
+        engine.submit(
+          Request(prompt=p.tolist(), output_tokens=engines.OUTPUT_TOKENS)
+        )
+        for p in prompts
+      ]
+      while engine.busy:
+        engine.step()
+      results = [engine.forget(key) for key in keys]
+  assert [result.error for result in results] == [None] * 3
+  assert [result.tokens for result in results] == expected
 
 
 def crossing(hlo: str, size: int) -> list[str]:
