@@ -147,9 +147,14 @@ def firsts(mesh: Mesh) -> list[jax.Device]:
 
 @functools.cache
 def row(mesh: Mesh, index: int) -> Mesh:
-  """Returns a row of a mesh's data axis."""
+  """Returns a row of a mesh's data axis.
+
+  Raises:
+    ConfigError: there are several rows, in several processes.
+  """
   if mesh.shape[DATA] == 1:
     return mesh
+  local(mesh)
   return Mesh(mesh.devices[index : index + 1], mesh.axis_names)
 
 
