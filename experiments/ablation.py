@@ -257,14 +257,14 @@ class _Bench:
     if self._loaded is None or self._loaded[0] != key:
       self.drop()
       self._loaded = None  # its memory first
-      sides = settings.prefill_mesh, settings.decode_mesh
       self._loaded = (
         key,
         serving.load(
           settings.model_path,
           settings.model_dtype,
-          sides,
+          settings.sides,
           settings.model_tokenizer,
+          rows=settings.decode_data,
         ),
       )
     return self._loaded[1]

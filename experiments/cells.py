@@ -37,6 +37,7 @@ VARIED = (
   'seed',
   'prefill_mesh',
   'decode_mesh',
+  'decode_data',
 )
 
 
@@ -128,9 +129,10 @@ def _cell(
     'on what others measure',
   )
   require(
-    not found.acceptance_tokens or found.prefill_mesh == found.decode_mesh == 1,
-    f'prefill_mesh={found.prefill_mesh} and decode_mesh={found.decode_mesh} '
-    'must be 1 where KL is measured; acceptance.output_tokens=0 leaves it out',
+    not found.acceptance_tokens or found.sides == (1, 1),
+    f'prefill_mesh={found.prefill_mesh}, decode_mesh={found.decode_mesh} and '
+    f'decode_data={found.decode_data} must be 1 where KL is measured; '
+    'acceptance.output_tokens=0 leaves it out',
   )
   values = []
   for field in fields:
@@ -242,6 +244,7 @@ def model_key(cell: Settings) -> Any:
     cell.model_tokenizer,
     cell.prefill_mesh,
     cell.decode_mesh,
+    cell.decode_data,
   )
 
 

@@ -195,8 +195,7 @@ def _joined(
   # JAX takes a second to import: mistakes in flags are told before.
   from experiments import sides
 
-  prefills = role.role is options.Role.PREFILL
-  devices = settings.prefill_mesh if prefills else settings.decode_mesh
+  devices = settings.sides[role.role is not options.Role.PREFILL]
   return sides.joined(role, devices, _make_devices)
 
 

@@ -72,9 +72,10 @@ def run(
     'compared a prompt, for example 256',
   )
   require(
-    settings.prefill_mesh == settings.decode_mesh == 1,
-    f'prefill_mesh={settings.prefill_mesh} and '
-    f'decode_mesh={settings.decode_mesh} must be 1 in a codec search',
+    settings.sides == (1, 1),
+    f'prefill_mesh={settings.prefill_mesh}, '
+    f'decode_mesh={settings.decode_mesh} and '
+    f'decode_data={settings.decode_data} must be 1 in a codec search',
   )
   with screen.step(f'loading {settings.model_path}'):
     model = serving.load(

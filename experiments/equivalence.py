@@ -330,7 +330,8 @@ def run(
     model = serving.load(
       settings.model_path,
       settings.model_dtype,
-      (settings.prefill_mesh, settings.decode_mesh),
+      settings.sides,
+      rows=settings.decode_data,
     )
   study = settings.equivalence
   pieces = [*_pieces(settings, model.tokenizer)]

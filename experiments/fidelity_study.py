@@ -75,9 +75,10 @@ def run(
   """
   study = settings.fidelity
   require(
-    settings.prefill_mesh == settings.decode_mesh == 1,
-    f'prefill_mesh={settings.prefill_mesh} and '
-    f'decode_mesh={settings.decode_mesh} must be 1 in a fidelity study',
+    settings.sides == (1, 1),
+    f'prefill_mesh={settings.prefill_mesh}, '
+    f'decode_mesh={settings.decode_mesh} and '
+    f'decode_data={settings.decode_data} must be 1 in a fidelity study',
   )
   require(
     settings.acceptance_tokens > 1 or 'acceptance' not in study.parts,

@@ -69,12 +69,12 @@ def run(
   """
   if model is None:
     with screen.step(f'loading {settings.model_path}'):
-      sides = settings.prefill_mesh, settings.decode_mesh
       model = serving.load(
         settings.model_path,
         settings.model_dtype,
-        sides if remote is None else sides[1:],
+        settings.sides if remote is None else settings.sides[1:],
         settings.model_tokenizer,
+        rows=settings.decode_data,
       )
   texts = {
     file: prompts.cut(

@@ -240,7 +240,7 @@ class _Side:
       drafts=self.engine.backlog_tokens,
       output_tokens=self.engine.output_tokens,
     )
-    where = mesh_lib.place(self.mesh, jax.sharding.PartitionSpec())
+    where = mesh_lib.place(self.mesh, mesh_lib.spec('B'))
     return jax.tree.map(
       lambda x: x.update(sharding=where), jax.eval_shape(make)
     )

@@ -146,10 +146,7 @@ def _side_devices(
   settings: config.Settings, side: sides.Side | None
 ) -> dict[Role, int]:
   """Returns how many devices each side has that this process runs."""
-  both = {
-    Role.PREFILL: settings.prefill_mesh,
-    Role.DECODE: settings.decode_mesh,
-  }
+  both = dict(zip((Role.PREFILL, Role.DECODE), settings.sides, strict=True))
   if side is None:
     return both
   prefills = side.options.role is Role.PREFILL
@@ -210,7 +207,9 @@ def _meshes(
   """Returns the meshes of this process, as `serving.load` places them."""
   places = serving.devices(tuple(devices.values()))
   meshes = {
-    name: mesh_lib.make(place, model)
+    name: mesh_lib.make(
+      place, model, settings.decode_data if name is Role.DECODE else 1
+    )
     for name, place in zip(devices, places, strict=True)
   }
   for mesh in meshes.values():
@@ -219,6 +218,7 @@ def _meshes(
     check_together(model, scheme.codec, _engine(settings))
     for mesh in meshes.values():
       wire_lib.check_mesh(scheme.codec, mesh)
+      wire_lib.check_rows(scheme.codec, settings.engine, mesh)
   if len(meshes) == 2:
     mesh_lib.parts(*meshes.values())
   return meshes
@@ -226,7 +226,8 @@ def _meshes(
 
 def _shown(meshes: dict[Role, jax.sharding.Mesh]) -> str:
   return ', '.join(
-    f'{side} on {mesh.size}: KV heads in {len(mesh.devices)}'
+    f'{side} on {mesh.size}: KV heads in {mesh.shape[mesh_lib.KV]}'
+    + (f', slots in {rows}' if (rows := mesh.shape[mesh_lib.DATA]) > 1 else '')
     for side, mesh in meshes.items()
   )
 
@@ -331,7 +332,7 @@ def _port(side: sides.Side | None) -> Check:
 
 
 def _small(settings: config.Settings, model: ModelConfig) -> config.Settings:
-  """Returns settings of the smoke transfer: a short prompt, one slot."""
+  """Returns settings of the smoke transfer: a short prompt, a slot a row."""
   scheme = next(
     (s for s in settings.schemes if s.is_speculative), settings.schemes[0]
   )
@@ -340,7 +341,7 @@ def _small(settings: config.Settings, model: ModelConfig) -> config.Settings:
   tokens = settings.engine.token_chunk + codec.group + codec.recent_tokens
   engine = dataclasses.replace(
     settings.engine,
-    slots=1,
+    slots=settings.decode_data,
     output_tokens=_OUTPUT_TOKENS,
     layer_groups=1,
     # Fewer programs to compile: drafts before the Residual are shown anyway.
@@ -372,7 +373,12 @@ def _smoke_model(
     dtype=settings.model_dtype,
   )
   drawn = Transformer(small, rngs=nnx.Rngs(params=0))
-  return serving.on_sides(drawn, serving.Bytes(), tuple(devices.values()))
+  return serving.on_sides(
+    drawn,
+    serving.Bytes(),
+    tuple(devices.values()),
+    settings.decode_data if Role.DECODE in devices else 1,
+  )
 
 
 def _smoke(

@@ -91,6 +91,7 @@ def load(
   dtype: str,
   sides: tuple[int, ...] = (1, 1),
   tokenizer_path: str = '',
+  rows: int = 1,
 ) -> Model:
   """Loads a model onto the devices of the sides that this process runs.
 
@@ -101,6 +102,7 @@ def load(
       has after them; or those of the one side that this process runs. A
       process with a single device puts both sides there.
     tokenizer_path: a directory with `tokenizer.json`; '' is the model's own.
+    rows: that the devices of decode, the last side, make; see `mesh.make`.
 
   Raises:
     ConfigError: there are fewer devices, or they cannot divide the heads.
@@ -122,8 +124,12 @@ def load(
     # Before the weights, which take longer.
     words = paths.locate(tokenizer_path) if tokenizer_path else file
     tokenizer = Tokenizer.read(words)
-    _, model = weights.load(file, dtype=dtype, placement=first)
-  return on_sides(model, tokenizer, sides)
+    count = len(first) if len(sides) > 1 else len(first) // rows
+    own = tuple(
+      first[start : start + count] for start in range(0, len(first), count)
+    )
+    _, model = weights.load(file, dtype=dtype, placement=own)
+  return on_sides(model, tokenizer, sides, rows)
 
 
 def devices(sides: tuple[int, ...]) -> tuple[tuple[jax.Device, ...], ...]:
@@ -143,9 +149,9 @@ def devices(sides: tuple[int, ...]) -> tuple[tuple[jax.Device, ...], ...]:
     return found, found
   require(
     sum(sides) <= len(found),
-    f'{" + ".join(map(str, sides))} devices (prefill_mesh, decode_mesh) are '
-    f'more than the {len(found)} there are; take fewer, or on CPU more '
-    'cpu_devices',
+    f'{" + ".join(map(str, sides))} devices (prefill_mesh, decode_mesh times '
+    f'decode_data) are more than the {len(found)} there are; take fewer, or on '
+    'CPU more cpu_devices',
   )
   ends = [*itertools.accumulate(sides)]
   return tuple(
@@ -154,21 +160,23 @@ def devices(sides: tuple[int, ...]) -> tuple[tuple[jax.Device, ...], ...]:
 
 
 def on_sides(
-  model: Transformer, tokenizer: Text, sides: tuple[int, ...]
+  model: Transformer, tokenizer: Text, sides: tuple[int, ...], rows: int = 1
 ) -> Model:
   """Places a model on the devices of each side; see `load`."""
   first, *others = devices(sides)
-  placed = _placed(model, first)
+  placed = _placed(model, first, 1 if others else rows)
   other = placed
   if others and others[0] != first:
-    other = _placed(placed, others[0])
+    other = _placed(placed, others[0], rows)
   return Model(model.config, placed, other, tokenizer)
 
 
-def _placed(model: Transformer, devices: Sequence[jax.Device]) -> Transformer:
+def _placed(
+  model: Transformer, devices: Sequence[jax.Device], rows: int
+) -> Transformer:
   """Returns the model on a mesh of these devices."""
   graph, params = nnx.split(model)
-  place = mesh.make(devices, model.config)
+  place = mesh.make(devices, model.config, rows)
   where = mesh.places(place, params)
   if not place.is_multi_process:
     return nnx.merge(graph, jax.device_put(params, where))

@@ -34,6 +34,7 @@ os.environ['LIBTPU_INIT_ARGS'] = ' '.join(
 )
 
 import jax  # noqa: E402  (the flags above must be set before libtpu loads)
+import numpy as np  # noqa: E402  (likewise)
 from jax.experimental import topologies  # noqa: E402  (likewise)
 
 # A program that comes from a cache leaves no dump to read.
@@ -257,6 +258,57 @@ def collectives(hlo: str) -> collections.Counter[str]:
     hlo,
   )
   return collections.Counter(found)
+
+
+def collective_groups(hlo: str) -> list[tuple[str, np.ndarray]]:
+  """Returns result and groups of every collective that has groups.
+
+  A group is a row of device numbers, in the order of the mesh. XLA writes two
+  groups of two in one of these ways:
+
+  | text | groups |
+  |---|---|
+  | `{{0,1},{2,3}}` | 0 1, 2 3 |
+  | `[2,2]<=[2,2]T(1,0)` | 0 2, 1 3 |
+  | `mesh['a'=2,'b'=2] {'a'}` | 0 2, 1 3 |
+  | `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}` | 0 1, 2 3 |
+  """
+  found = re.findall(
+    r'= (\S+|\(.*?\)) (?:all-\w+|reduce-scatter)(?:-start)?\(.*?'
+    r'replica_groups=(\{\{.*?\}\}|\[.*?\]<=\S+(?=,)|mesh\[.*?\{.*?\})',
+    hlo,
+  )
+  return [(result, _groups(text)) for result, text in found]
+
+
+def _groups(text):
+  if text.startswith('{'):
+    rows = re.findall(r'\{([\d,]+)\}', text)
+    return np.array([[int(n) for n in row.split(',')] for row in rows])
+  if text.startswith('['):
+    shape, order = text.split('<=')
+    return _ordered(order).reshape(_numbers(shape))
+  axes = re.findall(r"'(\w+)'=(\d+)", text)
+  sizes = [int(size) for _, size in axes]
+  order = re.search(r'device_ids=\((.*?\)?)\) ', text)
+  devices = _ordered(order[1]) if order else np.arange(math.prod(sizes))
+  inside = re.findall(r"'(\w+)'", text[text.rindex('{') :])
+  names = [name for name, _ in axes]
+  across = [names.index(name) for name in inside]
+  devices = np.moveaxis(devices.reshape(sizes), across, range(-len(across), 0))
+  return devices.reshape(-1, math.prod(sizes[axis] for axis in across))
+
+
+def _ordered(text):
+  """Returns device numbers as `[2,3]T(1,0)` orders them: 0 3 1 4 2 5."""
+  shape, *turned = text.split('T')
+  sizes = _numbers(shape)
+  devices = np.arange(math.prod(sizes)).reshape(sizes)
+  return devices.transpose(_numbers(turned[0]) if turned else None).ravel()
+
+
+def _numbers(text):
+  return [int(n) for n in re.findall(r'\d+', text)]
 
 
 def _kernels(calls):

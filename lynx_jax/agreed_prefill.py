@@ -114,6 +114,7 @@ class AgreedPrefill:
     deadline_s: float = math.inf,
     timeline: Timeline,
     target: Target = Target.PLANES,
+    row: int = 0,
   ) -> None:
     """Queues a prompt, in every process."""
     # With another prompt it would be a mixture of two that is decoded.
@@ -127,6 +128,7 @@ class AgreedPrefill:
       deadline_s=deadline_s,
       timeline=timeline,
       target=target,
+      row=row,
     )
 
   def drop(self, request: int) -> None:

@@ -4,7 +4,7 @@
 It knows no model and no speculation. Segments are attended to one by one and
 merged by the log of their exponentiated sums, as in flash-decoding
 (arXiv:2205.14135 §3.1 has the recursion). On several devices each attends with
-its own heads: kernels never see the others.
+its own heads and slots: kernels never see the others.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ def attend(
   # A window that differs from layer to layer is an array.
   window = rule.window if isinstance(rule.window, jax.Array) else None
   queries, dense = mesh.spec('B T N H'), mesh.spec('B T K H')
-  tails, everywhere = kv_cache.specs(tail), PartitionSpec()
+  tails, slots = kv_cache.specs(tail), mesh.spec('B')
   return mesh.on_each_shard(
     functools.partial(
       _attend, layer=layer, rule=rule, implementation=implementation
@@ -95,9 +95,9 @@ def attend(
       dense,
       kv_cache.specs(prefix),
       tails,
-      everywhere,
-      everywhere,
-      everywhere,
+      slots,
+      slots,
+      PartitionSpec(),
     ),
     (queries, tails),
     q,

@@ -467,6 +467,10 @@ class EngineConfig:
       f'(verify_rows={self.verify_rows} holds one committed token)',
     )
 
+  def place(self, slot: int, rows: int) -> tuple[int, int]:
+    """Returns the row of a slot, of so many rows, and its number there."""
+    return divmod(slot, self.slots // rows)
+
   def prefix_capacity(self, codec: CodecConfig) -> int:
     """Returns the prefix tokens a slot can hold, a multiple of the group."""
     longest = self.prompt_tokens

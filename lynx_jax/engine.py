@@ -29,7 +29,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from lynx_jax import kv_cache
 from lynx_jax import mesh as mesh_lib
@@ -48,7 +47,7 @@ from lynx_jax.config import (
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill
-from lynx_jax.programs import fetch, program, span, spanned
+from lynx_jax.programs import fetch, span, spanned
 from lynx_jax.requests import (
   ENDED,
   Committed,
@@ -115,9 +114,6 @@ _RECENT_ROUNDS = 32
 _OPENS_EARLY = 1.5
 _POLL_S = 0.02  # longest wait for an arrival before looking at the rest
 _UNBOUNDED = np.iinfo(np.int32).max
-_PLACE = program(slots_lib.place, name='place', donate=(0,))
-_STOP = program(slots_lib.stop, name='stop', donate=(0,))
-_PROPOSE = program(slots_lib.propose, name='propose', donate=(0,))
 _PHASES = {
   Stream.ANCHOR: Phase.ANCHOR,
   Stream.RESIDUAL: Phase.RESIDUAL,
@@ -205,6 +201,8 @@ class Engine:
     graphs, self._params = cached.split(decode_model)
     self._mesh = mesh = mesh_lib.of(self._params)
     wire_lib.check_mesh(codec, mesh)
+    wire_lib.check_rows(codec, config, mesh)
+    self._rows = mesh.shape[mesh_lib.DATA]
     self._decoder = decode.Decoder(
       graphs,
       layer_ranges(model, config),
@@ -223,7 +221,7 @@ class Engine:
         if codec.generated
         else None,
       ),
-      mesh_lib.place(mesh, PartitionSpec()),
+      mesh_lib.place(mesh, mesh_lib.spec('B')),
     )
     self._exchange = exchange
     self._has_residual = any(
@@ -231,7 +229,10 @@ class Engine:
       for group in range(len(self.wire.layer_counts))
     )
     self._entries: dict[int, _Entry] = {}
-    self._free = list(range(config.slots))
+    # One row after the other, so that requests have links of their own.
+    self._free = sorted(
+      range(config.slots), key=lambda slot: config.place(slot, self._rows)[1]
+    )
     self._queue: list[int] = []
     self._events: list[Event] = []
     self._next_id = 0
@@ -243,7 +244,7 @@ class Engine:
       wire_lib.check_mesh(codec, first)
       parts = mesh_lib.parts(first, mesh)
       self._sender = Sender(
-        Prefill(prefill, codec, config), self.wire, connect, parts
+        Prefill(prefill, codec, config), self.wire, connect, parts, self._rows
       )
     elif exchange is not None:
       self._sender = AgreedPrefill(prefill, exchange)
@@ -276,9 +277,12 @@ class Engine:
     self._require_idle('warm_up')
     strings: _Strings = {}
     for part, arrays in self._sender.warm_up():
-      where = wire_lib.places(mesh_lib.local(self._mesh), len(arrays))
-      arrays = jax.device_put(arrays, where)
-      self._insert(0, 0, part, arrays, strings)
+      for row in range(self._rows):
+        mesh = mesh_lib.local(mesh_lib.row(self._mesh, row))
+        where = wire_lib.places(mesh, len(arrays))
+        slot = row * (self.config.slots // self._rows)
+        moved = jax.device_put(arrays, where)
+        self._insert(slot, 0, part, moved, strings)
     self._merge(0, strings, self.config.prompt_tokens)
     if self.codec.generated:
       self._pack(0, self.config.prompt_tokens + self.codec.group)
@@ -338,7 +342,7 @@ class Engine:
     seconds = time.monotonic() - start_s
     # Else it was not the work of a step that was measured.
     assert state.length[0] + state.n_drafts[0] > self.config.prompt_tokens
-    self._slots = _STOP(self._slots, np.int32(0))
+    self._slots = self._decoder.stop(self._slots, np.int32(0))
     return seconds
 
   def compute(
@@ -382,7 +386,7 @@ class Engine:
       np.asarray(prompt, np.int32), computed, sampling=sampling
     )
     strings: _Strings = {}
-    to = wire_lib.destination(self._mesh)
+    to = wire_lib.destination(mesh_lib.row(self._mesh, 0))  # slot 0's
     for chunk, payload in self._sender.payloads(computed):
       payload = jax.device_put(payload, to(payload))
       self._put(0, chunk, payload, strings)
@@ -631,6 +635,7 @@ class Engine:
         deadline_s=entry.result.timeline.arrival_s + entry.request.deadline_s,
         timeline=entry.result.timeline,
         target=entry.target,
+        row=self.config.place(entry.slot, self._rows)[0],
       )
 
   def _receive(self) -> None:
@@ -722,7 +727,7 @@ class Engine:
     output_tokens: int,
     sampling: Sampling = GREEDY,
   ) -> None:
-    self._slots = _PLACE(
+    self._slots = self._decoder.place(
       self._slots,
       np.int32(slot),
       np.int32(self.codec.prefix_end(prompt_tokens)),
@@ -871,7 +876,7 @@ class Engine:
       tokens[entry.slot, : len(found)] = found
       counts[entry.slot] = len(found)
       longest = max(longest, len(found))
-    self._slots = _PROPOSE(self._slots, tokens, counts)
+    self._slots = self._decoder.propose(self._slots, tokens, counts)
     return longest
 
   def _looks_up(self, entries: list[_Entry]) -> bool:
@@ -959,7 +964,7 @@ class Engine:
       assert entry.slot is not None
       self._sender.drop(entry.id)
       if state is not State.DONE:
-        self._slots = _STOP(self._slots, np.int32(entry.slot))
+        self._slots = self._decoder.stop(self._slots, np.int32(entry.slot))
       self._free.append(entry.slot)
     now_s = time.monotonic()
     if len(result.shown) > len(result.tokens):

@@ -109,9 +109,9 @@ def sender_bytes(wire: WireFormat, window_bytes: int) -> int:
 
 
 def mesh_of(mesh: jax.sharding.Mesh) -> Mesh:
-  """Returns what a side says of its mesh."""
+  """Returns what a side says of its mesh, of which all rows are alike."""
   processes = {device.process_index for device in mesh.devices.flat}
-  shards, replicas = mesh.devices.shape
+  _, shards, replicas = mesh.devices.shape
   return shards, replicas, len(processes)
 
 

@@ -256,18 +256,21 @@ def write_rows(
 
 
 def as_stored(tails: _Tree) -> _Tree:
-  """Fixes the layout of what a loop carries, on one device.
+  """Fixes the layout of what a loop carries.
 
   Otherwise XLA has a loop carry tails with heads outside of tokens, and copies
-  them before the loop and behind it. On several devices the partitioner would
-  gather what is fixed. What a program returns must not be fixed itself: it
-  could then not be donated (both jax 0.10.2).
+  them before the loop and behind it. It is fixed on each device alone: the
+  partitioner would gather what is fixed as a whole. What a program returns must
+  not be fixed itself: it could then not be donated (all jax 0.10.2).
   """
-  if not jax.sharding.get_abstract_mesh().empty:
-    return tails
-  return jax.tree.map(
-    lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), tails
-  )
+
+  def fix(tails):
+    return jax.tree.map(
+      lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), tails
+    )
+
+  split = specs(tails)
+  return mesh_lib.on_each_shard(fix, (split,), split, tails)
 
 
 def tail_positions(

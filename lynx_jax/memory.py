@@ -30,7 +30,7 @@ class Budget:
   Attributes:
     weights_bytes: its shard of the parameters.
     kv_bytes: of prefill: as many of the longest prompts as decode has slots,
-      dense and split; of decode: the cache of all slots.
+      dense and split; of decode: the cache of its row's slots.
     window_bytes: what is published, or on its way, and has not landed.
   """
 
@@ -46,7 +46,7 @@ class Budget:
 def of_prefill(wire: WireFormat, mesh: Mesh, window_bytes: int) -> Budget:
   """Returns the budget of a device of prefill's mesh."""
   _, weights = params(wire.model, mesh)
-  parts = len(mesh.devices)
+  parts = mesh.shape[mesh_lib.KV]
   kv_bytes = handshake.sender_bytes(wire, 0)
   return Budget(
     weights_bytes=shard_bytes(weights),
@@ -56,12 +56,15 @@ def of_prefill(wire: WireFormat, mesh: Mesh, window_bytes: int) -> Budget:
 
 
 def of_decode(wire: WireFormat, mesh: Mesh, window_bytes: int) -> Budget:
-  """Returns the budget of a device of decode's mesh."""
+  """Returns the budget of a device of decode's mesh.
+
+  All of the window may be on its way to one row of the mesh.
+  """
   _, weights = params(wire.model, mesh)
   return Budget(
     weights_bytes=shard_bytes(weights),
     kv_bytes=shard_bytes(cache(wire.model, wire.codec, wire.engine, mesh)),
-    window_bytes=math.ceil(window_bytes / len(mesh.devices)),
+    window_bytes=math.ceil(window_bytes / mesh.shape[mesh_lib.KV]),
   )
 
 

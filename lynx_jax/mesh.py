@@ -6,6 +6,7 @@ letter in `shapes`:
 
 | axis | is split over |
 |---|---|
+| B, batch slots | `data` |
 | K, key/value heads | `kv` |
 | N, query heads | `kv`, `replica` |
 | F, feed-forward | `kv`, `replica` |
@@ -13,10 +14,13 @@ letter in `shapes`:
 
 All others are on every device. A side, prefill or decode, has a mesh of its
 own. With as many devices as KV heads or fewer, `replica` has size 1; with more,
-each KV head lies on several devices, which share its query heads.
+each KV head lies on several devices, which share its query heads. Both together
+are what is called the model axis elsewhere: tensor parallelism. A *row* of
+`data` has the whole model and some of decode's slots; prefill has one row.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,8 +32,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lynx_jax.config import ModelConfig, require
 
-KV, REPLICA = 'kv', 'replica'
+DATA, KV, REPLICA = 'data', 'kv', 'replica'
 RULES = {
+  'B': DATA,
   'K': KV,
   'N': (KV, REPLICA),
   'F': (KV, REPLICA),
@@ -37,10 +42,12 @@ RULES = {
 }
 
 
-def make(devices: Sequence[jax.Device], model: ModelConfig) -> Mesh:
+def make(
+  devices: Sequence[jax.Device], model: ModelConfig, data: int = 1
+) -> Mesh:
   """Returns the mesh of one side.
 
-  Eight devices and 32 query heads, for example:
+  Eight devices in one row and 32 query heads, for example:
 
   | KV heads | kv | replica | a device has |
   |---|---|---|---|
@@ -48,10 +55,19 @@ def make(devices: Sequence[jax.Device], model: ModelConfig) -> Mesh:
   | 2 | 2 | 4 | 1 KV head, 4 of its 16 query heads |
   | 16 | 8 | 1 | 2 KV heads, their 2 query heads each |
 
+  Args:
+    devices: row after row.
+    model: whose heads they divide.
+    data: how many rows they make.
+
   Raises:
-    ConfigError: the devices cannot divide the model's heads.
+    ConfigError: the devices of a row cannot divide the model's heads.
   """
-  count, heads = len(devices), model.kv_heads
+  require(
+    data > 0 and len(devices) % data == 0,
+    f'{len(devices)} devices cannot make {data} equal rows of data',
+  )
+  count, heads = len(devices) // data, model.kv_heads
   kv = math.gcd(count, heads)
   replicas = count // kv
   able = [n for n in range(1, model.heads + 1) if _divides(n, model)]
@@ -61,7 +77,9 @@ def make(devices: Sequence[jax.Device], model: ModelConfig) -> Mesh:
     f'{model.heads} query heads, feed-forward {model.ff_dim}; '
     f'{", ".join(map(str, able))} can',
   )
-  return Mesh(np.array(devices).reshape(kv, replicas), (KV, REPLICA))
+  return Mesh(
+    np.array(devices).reshape(data, kv, replicas), (DATA, KV, REPLICA)
+  )
 
 
 def _divides(count: int, model: ModelConfig) -> bool:
@@ -87,7 +105,7 @@ def of_sharding(sharding: Sharding) -> Mesh:
     assert isinstance(sharding.mesh, Mesh)
     return sharding.mesh
   (device,) = sharding.device_set
-  return Mesh(np.full((1, 1), device, object), (KV, REPLICA))
+  return Mesh(np.full((1, 1, 1), device, object), (DATA, KV, REPLICA))
 
 
 def spec(axes: str) -> PartitionSpec:
@@ -122,22 +140,49 @@ def outputs(mesh: Mesh | None, specs: Any) -> Any:
   return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
+def firsts(mesh: Mesh) -> list[jax.Device]:
+  """Returns the first device of each shard of KV heads, row after row."""
+  return [*mesh.devices[:, :, 0].flat]
+
+
 @functools.cache
-def local(mesh: Mesh) -> Mesh:
-  """Returns the part of a mesh that lies in this process: all or some KV rows.
+def row(mesh: Mesh, index: int) -> Mesh:
+  """Returns a row of a mesh's data axis.
 
   Raises:
-    ConfigError: a KV head lies on devices of several processes.
+    ConfigError: there are several rows, in several processes.
   """
+  if mesh.shape[DATA] == 1:
+    return mesh
+  local(mesh)
+  return Mesh(mesh.devices[index : index + 1], mesh.axis_names)
+
+
+@functools.cache
+def local(mesh: Mesh) -> Mesh:
+  """Returns the part of a mesh that lies in this process: some KV heads.
+
+  Raises:
+    ConfigError: a KV head lies on devices of several processes, or there are
+      several rows.
+  """
+  if not mesh.is_multi_process:
+    return mesh
+  require(
+    mesh.shape[DATA] == 1,
+    f'{mesh.shape[DATA]} rows of data on devices of several processes: a side '
+    'of several processes has one row (decode_data=1)',
+  )
   own = jax.process_index()
-  processes = [{d.process_index for d in row} for row in mesh.devices]
+  (heads,) = mesh.devices
+  processes = [{d.process_index for d in shard} for shard in heads]
   require(
     all(len(found) == 1 for found in processes),
-    f'a mesh of {len(mesh.devices)} KV rows has rows in several processes; '
+    f'a mesh of {len(heads)} KV rows has rows in several processes; '
     'take as many processes as divide the KV heads',
   )
-  here = [row[0].process_index == own for row in mesh.devices]
-  return Mesh(mesh.devices[here], mesh.axis_names)
+  here = [shard[0].process_index == own for shard in heads]
+  return Mesh(heads[here][None], mesh.axis_names)
 
 
 def own(x: jax.Array) -> jax.Array:
@@ -147,20 +192,63 @@ def own(x: jax.Array) -> jax.Array:
   """
   if x.is_fully_addressable:
     return x
-  whole = of_sharding(x.sharding)
-  mesh = local(whole)
-  shards = [shard.data for shard in x.addressable_shards]
+  return _part(local(of_sharding(x.sharding)), x)
+
+
+def on_row(index: int, function: Callable[[Mesh, Any], Any], tree: Any) -> Any:
+  """Returns arrays of which `function` has changed one row, without a copy.
+
+  Devices of other rows take no part.
+
+  Args:
+    index: of the row.
+    function: of the row's mesh and the arrays' parts there, which it may
+      donate; it returns arrays of the same shapes and places.
+    tree: arrays on one mesh; they cannot be used any more.
+  """
+  mesh = of(tree)
+  own = row(mesh, index)
+  if own is mesh:
+    return function(mesh, tree)
+  leaves, structure = jax.tree.flatten(tree)
+  # An array with a donated shard cannot be asked for its others.
+  kept = [_shards(x) for x in leaves]
+  parts = jax.tree.unflatten(structure, [_part(own, x) for x in leaves])
+  fresh = jax.tree.leaves(function(own, parts))
+  whole = [
+    jax.make_array_from_single_device_arrays(
+      x.shape, x.sharding, [*(shards | _shards(part)).values()]
+    )
+    for x, shards, part in zip(leaves, kept, fresh, strict=True)
+  ]
+  return jax.tree.unflatten(structure, whole)
+
+
+def _shards(x: jax.Array) -> dict[jax.Device, jax.Array]:
+  return {shard.device: shard.data for shard in x.addressable_shards}
+
+
+def _part(mesh: Mesh, x: jax.Array) -> jax.Array:
+  """Returns the shards of an array that lie on a part of its mesh."""
+  shards = _shards(x)
+  arrays = [shards[device] for device in mesh.devices.flat]
   if mesh.size == 1:
-    return shards[0]
+    return arrays[0]
   assert isinstance(x.sharding, NamedSharding)
   split = x.sharding.spec
-  count = len(whole.devices) // len(mesh.devices)
+
+  def count(axes):
+    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+    return math.prod(mesh.shape[name] for name in names)
+
   shape = tuple(
-    size // count if axis < len(split) and split[axis] else size
-    for axis, size in enumerate(x.shape)
+    size * count(axes)
+    for size, axes in itertools.zip_longest(
+      x.sharding.shard_shape(x.shape), split
+    )
   )
   return jax.make_array_from_single_device_arrays(
-    shape, NamedSharding(mesh, split), shards
+    shape, NamedSharding(mesh, split), arrays
   )
 
 
@@ -203,8 +291,9 @@ def places(mesh: Mesh, params: nnx.State) -> nnx.State:
   def one(param: nnx.Variable) -> nnx.Variable:
     axes = param.get_metadata().get('out_sharding', ())
     sizes = zip(axes, param.get_value().shape, strict=len(axes) > 0)
+    devices = mesh.size // mesh.shape[DATA]
     split = (
-      RULES.get(axis) if axis != 'V' or size % mesh.size == 0 else None
+      RULES.get(axis) if axis != 'V' or size % devices == 0 else None
       for axis, size in sizes
     )
     return param.replace(place(mesh, PartitionSpec(*split)))
@@ -256,4 +345,4 @@ def parts(one: Mesh, other: Mesh) -> int:
     f'prefill and decode share {len(shared)} devices; sides of several devices '
     'need devices of their own',
   )
-  return math.lcm(len(one.devices), len(other.devices))
+  return math.lcm(one.shape[KV], other.shape[KV])

@@ -27,6 +27,7 @@ from lynx_jax.config import (
   EngineConfig,
   TensorCodec,
   layer_ranges,
+  require,
 )
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Layer, Transformer
@@ -240,6 +241,11 @@ class Prefill:
     graphs, self._params = cached.split(model)
     self._ranges = layer_ranges(model.config, engine)
     self._mesh = mesh_lib.of(self._params)
+    require(
+      self._mesh.shape[mesh_lib.DATA] == 1,
+      f'prefill on {self._mesh.shape[mesh_lib.DATA]} rows of data: it computes '
+      'one prompt at a time, on one row',
+    )
     self._embed, self._layers, self._head = _programs(
       graphs, engine.implementation, mesh_lib.if_several(self._mesh)
     )

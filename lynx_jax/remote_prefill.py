@@ -80,6 +80,7 @@ class _Request:
   target: Target
   # Exact strings, by layer group and token chunk, that are not in `chunks` yet.
   strings: set[tuple[int, int]]
+  row: int  # of decode's mesh, to which it goes
   generation: int = 0
   recomputed: int = 0
   done: messages.Done | None = None
@@ -127,17 +128,20 @@ class RemotePrefill:
   ):
     self._wire = wire
     mesh = mesh_lib.of_sharding(sharding)
-    self._mesh, self._local = handshake.mesh_of(mesh), mesh_lib.local(mesh)
+    self._mesh = handshake.mesh_of(mesh)
+    self._local = [
+      mesh_lib.local(mesh_lib.row(mesh, row))
+      for row in range(mesh.shape[mesh_lib.DATA])
+    ]
     self._process = handshake.process_of(mesh)
     self._theirs: messages.Mesh | None = None  # the sender's; it may not change
-    self._places: tuple[Any, ...] = ()
     self._facts = handshake.facts(wire, fingerprint)
     self._dial, self._server = dial, server
     self._patience = patience or Patience()
     if window_bytes is None:
       window_bytes = max(4 * 2**20, 16 * wire.engine.chunk_bytes)
     self._window_bytes, self._faults = window_bytes, faults
-    self._layouts = wire_lib.Layouts(wire, self._places)
+    self._layouts: tuple[wire_lib.Layouts, ...] = ()  # for each row
     self._lock = threading.RLock()  # guards everything below
     self._requests: dict[int, _Request] = {}
     self._records: collections.deque[Record] = collections.deque()
@@ -156,7 +160,7 @@ class RemotePrefill:
     self._awake = threading.Event()  # something to do for a lost session
     self._draining = self._closed = False
     self._transport = Receiver(
-      lambda chunk: self._layouts(chunk),
+      lambda chunk: self._layouts[self._row(chunk.request)](chunk),
       wire.engine.chunk_bytes,
       pace=pace,
       landed=self._on_landed,
@@ -186,10 +190,11 @@ class RemotePrefill:
     self._warm.clear()
     self._send(messages.WarmUp())
     for part in self._wire.slice_kinds():
-      layouts = self._layouts.of(part)
-      packed = self._zeros(tuple(layout.packed for layout in layouts))
-      (parts,), sums = digest.unpack((packed,), (layouts,))
-      jax.block_until_ready(sums)
+      for row in self._layouts:
+        layouts = row.of(part)
+        packed = self._zeros(tuple(layout.packed for layout in layouts))
+        (parts,), sums = digest.unpack((packed,), (layouts,))
+        jax.block_until_ready(sums)
       yield part, parts
     while not self._warm.wait(_TICK_S):
       if self._lost is not None:
@@ -264,6 +269,7 @@ class RemotePrefill:
     deadline_s: float = math.inf,
     timeline: Timeline,
     target: Target = Target.PLANES,
+    row: int = 0,
   ) -> None:
     """Sends a prompt; its `timeline` gets the events of prefill and split."""
     strings = self._wire.strings(len(prompt))
@@ -277,6 +283,7 @@ class RemotePrefill:
       {},
       target,
       set(strings if target is Target.EXACT else ()),
+      row,
     )
     with self._lock:
       self._ask_for(entry)  # the sender cuts its manifest while we cut ours
@@ -414,7 +421,8 @@ class RemotePrefill:
       )
       answer = session.greet(channel, hello, limit_s)
       self._divide(answer.mesh)
-      link = session.link(channel, answer, self._server, self._places[0])
+      place, *_ = wire_lib.places(self._local[0], self._mesh[0])
+      link = session.link(channel, answer, self._server, place)
       if self._faults is not None:
         link = self._faults.link(link)
       offset_s, rtt_s = session.compare_clocks(channel, limit_s)
@@ -454,8 +462,17 @@ class RemotePrefill:
       )
     self._theirs = theirs
     parts = math.lcm(shards, self._mesh[0])
-    self._places = wire_lib.places(self._local, parts // processes)
-    self._layouts = wire_lib.Layouts(self._wire, self._places, parts)
+    self._layouts = tuple(
+      wire_lib.Layouts(
+        self._wire, wire_lib.places(mesh, parts // processes), parts
+      )
+      for mesh in self._local
+    )
+
+  def _row(self, request: int) -> int:
+    """Returns where a request goes; what nobody wants may go anywhere."""
+    entry = self._requests.get(request)
+    return 0 if entry is None else entry.row
 
   def _listen(self) -> None:
     """Takes in one message, and looks after everything that may be stuck."""

@@ -121,10 +121,12 @@ class PrefillSide(Protocol):
     deadline_s: float = math.inf,
     timeline: Timeline,
     target: Target = Target.PLANES,
+    row: int = 0,
   ) -> None:
     """Queues a prompt; its `timeline` gets the events of prefill and split.
 
-    Only the target EXACT has its exact plane sent.
+    Only the target EXACT has its exact plane sent. Chunks go to one row of
+    decode's mesh.
     """
 
   def drop(self, request: int) -> None:
@@ -195,6 +197,7 @@ class _Job:
   deadline_s: float
   timeline: Timeline
   target: Target
+  row: int
   computed: Prompt | None = None
   critical: list[tuple[float, int]] = dataclasses.field(default_factory=list)
   dropped: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -210,6 +213,7 @@ class Sender(Generic[Wire]):
     wire: format of the transfers.
     connect: makes the transport, given the function that cuts payloads.
     parts: that slices travel in; see `wire`.
+    rows: of decode's mesh.
   """
 
   def __init__(
@@ -218,8 +222,10 @@ class Sender(Generic[Wire]):
     wire: WireFormat,
     connect: Callable[[Cut], Wire],
     parts: int = 1,
+    rows: int = 1,
   ):
-    self._prefill, self._wire, self._parts = prefill, wire, parts
+    self._prefill, self._wire = prefill, wire
+    self._parts, self._rows = parts, rows
     self._jobs: dict[int, _Job] = {}
     # Held while chunks are offered or a request is dropped: nothing may be
     # offered after its transfer was cancelled.
@@ -282,9 +288,12 @@ class Sender(Generic[Wire]):
     deadline_s: float = math.inf,
     timeline: Timeline,
     target: Target = Target.PLANES,
+    row: int = 0,
   ) -> None:
     """Queues a prompt; its `timeline` gets the events of prefill and split."""
-    job = _Job(request, prompt, mode, sampling, deadline_s, timeline, target)
+    job = _Job(
+      request, prompt, mode, sampling, deadline_s, timeline, target, row
+    )
     self._jobs[request] = job
     self._waiting.put(job)
 
@@ -327,9 +336,10 @@ class Sender(Generic[Wire]):
 
   def cut(self, chunk: Chunk) -> Payload:
     """Returns the payload of a chunk that was offered."""
-    computed = self._jobs[chunk.request].computed
-    assert computed is not None
-    return self._cut(computed, chunk.token_chunk, chunk.slices)
+    job = self._jobs[chunk.request]
+    assert job.computed is not None
+    payload = self._cut(job.computed, chunk.token_chunk, chunk.slices)
+    return wire_lib.for_row(payload, job.row, self._rows)
 
   def _cut(
     self, prompt: Prompt, token_chunk: int, slices: Iterable[Slice]

@@ -29,9 +29,13 @@ three decode shards of 6 heads, for example:
 | 3 | 3 | 1 | 1 |
 | 4, 5 | 4, 5 | 1 | 2 |
 
+Where decode's slots are split over rows of devices (`mesh.DATA`), a slice goes
+to the row of its slot alone. In a payload that says so itself, the parts of
+other rows are empty: for the second of two rows, (), (), part 0, part 1.
+
 Both programs are compiled for each kind of slice and each power of two of
-units (`WireFormat.slice_counts`); slot, layers and positions are traced. They
-run on each shard alone.
+units (`WireFormat.slice_counts`), and `insert` for each row; slot, layers and
+positions are traced. They run on each shard alone.
 """
 
 import dataclasses
@@ -52,7 +56,7 @@ from jax.sharding import (
 from lynx_jax import exact, kv_cache
 from lynx_jax import mesh as mesh_lib
 from lynx_jax.codec import PackedTensor
-from lynx_jax.config import CodecConfig, require
+from lynx_jax.config import CodecConfig, EngineConfig, require
 from lynx_jax.kv_cache import Cache, Exact, Prefix
 from lynx_jax.prefill import Prompt
 from lynx_jax.programs import program
@@ -70,6 +74,7 @@ from lynx_jax.transport.streams import (
 
 Arrays = tuple[Array | None, ...]
 Parts = tuple[Arrays, ...]  # of a slice
+Payload = tuple[Parts, ...]  # of a chunk, one entry a slice
 String = UInt16[Array, '1 1 pages page']  # one layer, one slot: as a buffer
 
 _PAGE = PAGE_BYTES // DENSE_BYTES  # units of exact.ExactPlane
@@ -84,6 +89,21 @@ def check_mesh(codec: CodecConfig, mesh: Mesh) -> None:
     not codec.exact or mesh.size == 1,
     f'codec.exact=True needs one device a side, not {mesh.size}: a string of '
     'the exact plane holds all KV heads',
+  )
+
+
+def check_rows(codec: CodecConfig, engine: EngineConfig, mesh: Mesh) -> None:
+  """Raises `ConfigError` unless slots can be split over a mesh's rows."""
+  rows = mesh.shape[mesh_lib.DATA]
+  require(
+    engine.slots % rows == 0,
+    f'engine.slots={engine.slots} must be a multiple of decode_data={rows}: '
+    'every row of devices has as many slots',
+  )
+  require(
+    not codec.generated or rows == 1,
+    f'codec.generated=True needs decode_data=1, not {rows}: groups of '
+    'generated tokens are packed on one row of devices',
   )
 
 
@@ -108,7 +128,7 @@ def cut(
     The parts that lie in this process.
   """
   mesh = mesh_lib.of(prompt.kv)
-  count = parts // len(mesh.devices)
+  count = parts // mesh.shape[mesh_lib.KV]
   size, group = wire.engine.token_chunk, wire.codec.group
   first_group = token_chunk * size // group
   payload = []
@@ -140,7 +160,7 @@ def cut(
     payload.append(
       tuple(
         jax.tree.map(functools.partial(_on, device), arrays)
-        for device, *_ in mesh_lib.local(mesh).devices
+        for device in mesh_lib.firsts(mesh_lib.local(mesh))
         for arrays in cut_parts
       )
     )
@@ -154,12 +174,21 @@ def places(mesh: Mesh, parts: int) -> tuple[SingleDeviceSharding, ...]:
     mesh: what lies in this process.
     parts: that go to this process.
   """
-  count = parts // len(mesh.devices)
+  devices = mesh_lib.firsts(mesh)
+  count = parts // len(devices)
   return tuple(
-    SingleDeviceSharding(device)
-    for device, *_ in mesh.devices
-    for _ in range(count)
+    SingleDeviceSharding(device) for device in devices for _ in range(count)
   )
+
+
+def for_row(payload: Payload, row: int, rows: int) -> Payload:
+  """Returns a payload that goes to one of several rows of decode's mesh."""
+
+  def one(parts: Parts) -> Parts:
+    none: Parts = ((),) * len(parts)
+    return none * row + parts + none * (rows - 1 - row)
+
+  return tuple(map(one, payload))
 
 
 def destination(mesh: Mesh) -> Callable[[Sequence[Parts]], Any]:
@@ -178,18 +207,24 @@ def insert(
   """Returns the cache with a slice in `slot`.
 
   The buffers that it changes are donated; the others are passed on. Each part
-  of the payload lies where `places` says.
+  of the payload lies where `places` says, for the mesh or for the row of it
+  that has the slot.
   """
   prefix, tail = cache.prefix[part.layer_group], cache.tail[part.layer_group]
   buffers, rows, axis = _destination(wire, cache, part)
-  mesh = mesh_lib.of(buffers)
-  filled = _insert_program(rows, axis, mesh_lib.if_several(mesh))(
-    buffers,
-    _joined(mesh, payload, 1 if axis == 3 else 2),
-    np.int32(slot),
-    np.asarray(part.layers, np.int32),
-    np.asarray(part.indices, np.int32),
-  )
+  count = mesh_lib.of(buffers).shape[mesh_lib.DATA]
+  row, place = wire.engine.place(slot, count)
+
+  def fill(mesh, held):
+    return _insert_program(rows, axis, mesh_lib.if_several(mesh))(
+      held,
+      _joined(mesh, payload, 1 if axis == 3 else 2),
+      np.int32(place),
+      np.asarray(part.layers, np.int32),
+      np.asarray(part.indices, np.int32),
+    )
+
+  filled = mesh_lib.on_row(row, fill, buffers)
   if part.segment is Segment.TAIL:
     tail = dataclasses.replace(tail, k=filled[0], v=filled[1])
   elif part.segment is Segment.SINKS:
@@ -393,24 +428,25 @@ def _joined(mesh: Mesh, payload: Parts, heads: int) -> Parts:
   """Returns arrays of the whole mesh, the i-th with each shard's i-th part.
 
   Args:
-    mesh: of the decode side.
-    payload: the parts that came to this process.
+    mesh: of the decode side, or a row of it.
+    payload: the parts that came to this process, and empty ones.
     heads: axis of the KV heads.
   """
+  payload = tuple(arrays for arrays in payload if arrays)
   if mesh.size == 1:
     return payload
-  rows = mesh_lib.local(mesh).devices
-  count = len(payload) // len(rows)
+  (shards,) = mesh_lib.local(mesh).devices
+  count = len(payload) // len(shards)
 
   def join(*own):
     # Devices with the same heads copy from the first of them.
     copies = [
       jax.device_put(x, device)
-      for x, devices in zip(own, rows, strict=True)
+      for x, devices in zip(own, shards, strict=True)
       for device in devices
     ]
     shape = list(own[0].shape)
-    shape[heads] *= len(mesh.devices)
+    shape[heads] *= mesh.shape[mesh_lib.KV]
     split = PartitionSpec(*[None] * heads, mesh_lib.KV)
     return jax.make_array_from_single_device_arrays(
       tuple(shape), NamedSharding(mesh, split), copies
@@ -485,7 +521,7 @@ def _insert_program(rows: tuple[int, ...], axis: int, mesh: Mesh | None):
       one(b, x, n) for b, x, n in zip(buffers, parts, rows, strict=True)
     )
 
-  split = PartitionSpec(*[None] * heads, mesh_lib.KV)
+  split = mesh_lib.spec('L B K R Q' if axis == 3 else 'L B S K H')
   part = PartitionSpec(*[None] * (heads - 1), mesh_lib.KV)
   return program(
     functools.partial(

@@ -32,7 +32,7 @@ def test_decode_holds_its_budget(name, devices):
     for array in jax.tree.leaves((params, cache))
     for x in (array.addressable_shards[-1].data,)
   )
-  assert budget.total_bytes == held + WINDOW_BYTES // len(mesh.devices)
+  assert budget.total_bytes == held + WINDOW_BYTES // mesh.shape[mesh_lib.KV]
 
 
 @pytest.mark.parametrize('name', ['lynx', 'dense', 'mixed'])

@@ -26,7 +26,7 @@ def test_records_are_of_cells_in_their_order_and_without_fault(checked_in):
     for key, record in checked_in.items()
     if [*pod_compile.faults(record)]
   }
-  # With two KV heads a chip, rounds copy tails and sinks: docs/pods.md.
+  # With two KV heads a chip, rounds copy sinks: docs/pods.md.
   assert {key[1:3] for key in wrong} <= {('v5p-8', 'rounds')}
   assert all(fault.startswith('copies bf16') for (fault,) in wrong.values())
   assert not re.search(r'\bu8\[', str(wrong))  # planes never

