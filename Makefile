@@ -66,7 +66,8 @@ help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
 demo: $(STAMPS)/run
-	$(RUN) -m experiments.main --config=configs/demo.py --workdir='$(DEMO_DIR)'
+	$(RUN) -m experiments.main --config=configs/demo.py --role=local \
+	  --workdir='$(DEMO_DIR)'
 
 latency: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/latency.py \

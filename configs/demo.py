@@ -5,10 +5,13 @@
 
 or, after `make setup`,
 
-    python -m experiments.main --config=configs/demo.py --workdir=runs/demo
+    python -m experiments.main --config=configs/demo.py --role=local \
+      --workdir=runs/demo
+
+Without the role one process does both, as it must on a single accelerator.
 
 The rate is set so that the transfer's share of a serial INT8 request is 60 %.
-Cost: 7 to 8 minutes and 4 GB of memory on 2 cores. Expected: every
+Cost: 6 to 8 minutes and 5 GB of memory on 2 cores. Expected: every
 scheme's committed text equals its reference; TTFT of lynx is near that of int4;
 the ratios to the bound are between 1.00 and 1.05.
 """

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_collections
 from absl import flags
@@ -32,6 +32,9 @@ from experiments import (
 from lynx_jax.config import ConfigError, require
 from lynx_jax.models.errors import WeightsError
 from lynx_jax.transport.streams import TransferError
+
+if TYPE_CHECKING:  # it imports JAX
+  from experiments import sides
 
 # Runs a study: writes records, shows what happens.
 Study = Callable[[config.Settings, results.Writer, display.Screen], None]
@@ -110,14 +113,43 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
   if role is not None:
     role.security()  # a file that cannot be read shows before anything runs
   if settings.study == _PREFLIGHT:
-    return _preflight(settings, role, argv)
+    with _joined(role, settings) as side, _screen(side) as screen:
+      from experiments import preflight
+
+      preflight.run(settings, side, argv, screen)
+    return 0
   if role is not None and role.role is options.Role.PREFILL:
-    return _serve(settings, role, _profile(own, settings, role))
-  workdir = _workdir(own)
-  profile = _profile(own, settings, role)
+    return _serve(settings, role, own)
+  if role is not None and settings.study in studies.MODULES:
+    raise ConfigError(
+      f'--role={role.role}: study {settings.study!r} runs in one process; '
+      'leave it out'
+    )
+  if role is None or not role.process:
+    _workdir(own)  # what process 0 lacks shows before anything runs
   for file, _ in settings.prompts:
-    prompts.read(file)  # a mistake shows before anything runs
-  with results.Writer(workdir) as writer, display.screen() as screen:
+    prompts.read(file)
+  if role is None:
+    return _study(settings, None, argv, values, own, study)
+  with _joined(role, settings) as side:
+    return _study(settings, side, argv, values, own, study)
+
+
+def _study(
+  settings: config.Settings,
+  side: 'sides.Side | None',
+  argv: Sequence[str],
+  values: ml_collections.ConfigDict,
+  own: flags.FlagValues,
+  study: Study | None,
+) -> int:
+  """Runs a study; of several processes, the first writes and shows."""
+  leads = side is None or side.leads
+  profile = _profile(own, settings, side)
+  with contextlib.ExitStack() as stack:
+    writer = results.Writer(_workdir(own)) if leads else results.Nowhere()
+    stack.enter_context(writer)
+    screen = stack.enter_context(_screen(side))
     if writer.isolated:
       screen.note(
         f'an earlier run left half a record; it is now in {writer.isolated}'
@@ -129,43 +161,49 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
       )
     )
     if study is None:
-      study = _named_study(settings, role, argv, profile)
+      study = _named_study(settings, side, argv, profile)
     missing = None
     try:
       study(settings, writer, screen)
     except cells.CellsMissing as error:
       missing = error  # the report shows the others, and why
-    with screen.step('drawing the report'):
-      from experiments import report
+    if leads:
+      with screen.step('drawing the report'):
+        from experiments import report
 
-      page = report.write(workdir)
-    screen.note(f'report: {page}')
+        page = report.write(_workdir(own))
+      screen.note(f'report: {page}')
   if missing is not None:
     raise missing
   return 0
 
 
-def _preflight(
-  settings: config.Settings,
-  role: options.Options | None,
-  argv: Sequence[str],
-) -> int:
-  count = settings.cpu_devices
-  if role is not None:
-    prefills = role.role is options.Role.PREFILL
-    count = settings.prefill_mesh if prefills else settings.decode_mesh
-  _make_devices(count)
-  from experiments import preflight
+def _screen(
+  side: 'sides.Side | None',
+) -> contextlib.AbstractContextManager[display.Screen]:
+  """Returns the screen of a process; but for process 0 it shows nothing."""
+  return display.screen(quiet=side is not None and not side.leads)
 
-  with display.screen() as screen:
-    preflight.run(settings, role, argv, screen)
-  return 0
+
+def _joined(
+  role: options.Options | None, settings: config.Settings
+) -> 'contextlib.AbstractContextManager[sides.Side | None]':
+  """Returns the side that a process belongs to; without a role it is none."""
+  if role is None:
+    _make_devices(settings.cpu_devices)
+    return contextlib.nullcontext()
+  # JAX takes a second to import: mistakes in flags are told before.
+  from experiments import sides
+
+  prefills = role.role is options.Role.PREFILL
+  devices = settings.prefill_mesh if prefills else settings.decode_mesh
+  return sides.joined(role, devices, _make_devices)
 
 
 def _profile(
   own: flags.FlagValues,
   settings: config.Settings,
-  role: options.Options | None,
+  side: 'sides.Side | None',
 ) -> str | None:
   """Returns the folder of the trace that is asked for."""
   if not own['profile'].value:
@@ -175,45 +213,43 @@ def _profile(
     f'--profile: study {settings.study!r} has no trace; leave it out',
   )
   folder = os.path.join(_workdir(own), 'profile')
-  return os.path.join(folder, role.role) if role else folder
+  if side is None:
+    return folder
+  number = '' if side.leads else f'-{side.process}'
+  return os.path.join(folder, f'{side.options.role}{number}')
 
 
 def _serve(
-  settings: config.Settings, role: options.Options, profile: str | None
+  settings: config.Settings, role: options.Options, own: flags.FlagValues
 ) -> int:
-  _make_devices(settings.prefill_mesh)
-  from experiments import roles
+  if own['profile'].value:
+    _workdir(own)
+  with _joined(role, settings) as side, _screen(side) as screen:
+    from experiments import roles
 
-  with display.screen() as screen:
-    roles.serve(settings, role, screen, profile=profile)
+    assert side is not None
+    profile = _profile(own, settings, side)
+    roles.serve(settings, side, screen, profile=profile)
   return 0
 
 
 def _named_study(
   settings: config.Settings,
-  role: options.Options | None,
+  side: 'sides.Side | None',
   argv: Sequence[str],
   profile: str | None,
 ) -> Study:
-  # JAX takes a second to import: mistakes in flags are told before.
+  if side is None:
+    _make_devices(settings.cpu_devices)
   if settings.study in studies.MODULES:
-    if role is not None:
-      raise ConfigError(
-        f'--role={role.role}: study {settings.study!r} runs in one process; '
-        'leave it out'
-      )
-    _make_devices(settings.cpu_devices)
     return studies.load(settings.study).run
-  if role is None:
-    _make_devices(settings.cpu_devices)
-    from experiments import latency
-
-    return functools.partial(latency.run, profile=profile)
-  _make_devices(settings.decode_mesh)  # the other side has its own
   from experiments import latency, roles
 
+  if side is None:
+    return functools.partial(latency.run, profile=profile)
+
   def run(settings, writer, screen):
-    with roles.remote(settings, role, argv, screen) as remote:
+    with roles.remote(settings, side, argv, screen) as remote:
       latency.run(settings, writer, screen, remote, profile=profile)
 
   return run

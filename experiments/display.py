@@ -25,11 +25,17 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @contextlib.contextmanager
-def screen(stream: TextIO | None = None) -> Iterator['Screen']:
-  """Yields a screen on `stream`, standard output by default."""
+def screen(
+  stream: TextIO | None = None, *, quiet: bool = False
+) -> Iterator['Screen']:
+  """Yields a screen on `stream`, standard output by default, or on nothing."""
   stream = sys.stdout if stream is None else stream
   shown = console.Console(
-    file=stream, highlight=False, soft_wrap=not stream.isatty()
+    file=stream,
+    highlight=False,
+    soft_wrap=not stream.isatty(),
+    quiet=quiet,
+    force_terminal=False if quiet else None,  # no line that moves, either
   )
   yield Screen(shown)
 

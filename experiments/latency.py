@@ -12,7 +12,7 @@ import itertools
 import os
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from experiments import (
@@ -91,7 +91,11 @@ def run(
     emulated=settings.link.emulated,
     jitter_ms=settings.link.jitter_ms,
   )
-  plan = _plan(settings, model, texts, screen, connect)
+  agreed: Callable[[Any], Any] = _own
+  if remote is not None:
+    remote.side.require_same(settings, texts)
+    agreed = remote.side.agreed
+  plan = _plan(settings, model, texts, screen, connect, agreed)
   if settings.auto:
     chosen = _advised(settings, model, texts, plan, screen)
     settings = dataclasses.replace(settings, schemes=(chosen,))
@@ -143,8 +147,11 @@ class _Plan:
   int8_step_s: float
 
 
-def _plan(settings, model, texts, screen, connect) -> _Plan:
-  """Measures every prompt's prefill and an INT8 step, and sets the rates."""
+def _plan(settings, model, texts, screen, connect, agreed) -> _Plan:
+  """Measures every prompt's prefill and an INT8 step, and sets the rates.
+
+  Chunks and programs follow from what is measured, so processes agree on it.
+  """
   int8 = config.scheme('int8', settings.codec)
   base = dataclasses.replace(
     settings.engine, prompt_tokens=max(map(len, texts.values()))
@@ -160,7 +167,9 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
     for file, prompt in texts.items():
       ask = Request(prompt=prompt, output_tokens=1, mode=Mode.SERIAL)
       tries = [line.engine.generate(ask) for _ in range(_PREFILLS)]
-      prefill_s = statistics.median(t.prefill_end_s or 0.0 for t in tries)
+      prefill_s = agreed(
+        statistics.median(t.prefill_end_s or 0.0 for t in tries)
+      )
       size = line.engine.wire.stream_bytes(len(prompt)).total
       measured = {'prefill_s': prefill_s, 'step_s': step_s}
       rates = settings.sweep_gbps or (settings.link.rate_gbps,)
@@ -180,7 +189,7 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
         check_wait(file, size, rate_gbps, rtt_ms)
         seen_gbps = rate_gbps
         if settings.auto and not settings.link.emulated:
-          seen_gbps = _seen_gbps(line.engine, prompt, rtt_ms)
+          seen_gbps = agreed(_seen_gbps(line.engine, prompt, rtt_ms))
         cases.append(
           _Case(
             prompt=file,
@@ -199,6 +208,10 @@ def _plan(settings, model, texts, screen, connect) -> _Plan:
     engine=dataclasses.replace(base, chunk_bytes=chunk_bytes),
     int8_step_s=step_s,
   )
+
+
+def _own(measured: Any) -> Any:
+  return measured
 
 
 def _seen_gbps(engine: Engine, prompt: list[int], rtt_ms: float) -> float:

@@ -30,6 +30,17 @@ an emulated link or, with --config.link.emulated=False, over the real one:
     --certificate=PEM --key=PEM       TLS of the control channel, on either
     --authority=PEM                   side; payloads are not encrypted
 
+A side can have several processes, on one host or several, as many as the other
+side; config.prefill_mesh or decode_mesh are the devices of all of them. Process
+i of decode connects to process i of prefill, and process 0 writes and shows:
+
+    --coordinator=ADDR:PORT           an address of process 0 of this side
+    --processes=N --process=I         how many there are, and which this one is
+    --distributed                     instead of these three: JAX finds them on
+                                      a TPU pod, on GKE or under Slurm
+    --connect=ADDR:PORT,ADDR:PORT     one for each; --listen its own, or a list
+    --start_s=N                       longest wait until all are there (300)
+
 --profile writes an xprof trace of the first request of every scheme into
 WORKDIR/profile, with phases named as in the report; with a --role, each process
 into a folder of its own there. docs/pods.md says how to read it.
@@ -39,8 +50,9 @@ JAX_COMPILATION_CACHE_DIR=DIR moves that, JAX_ENABLE_COMPILATION_CACHE=false
 keeps none.
 
 Results are appended to WORKDIR/results.jsonl. A mistake of yours ends with one
-line that says what to change, and exit code 2; a lost prefill process with 3;
-an ablation of which cells failed or are missing with 4; Ctrl-C with 130.
+line that says what to change, and exit code 2; a lost process, of prefill or of
+this side, with 3; an ablation of which cells failed or are missing with 4;
+Ctrl-C with 130.
 """
 
 import sys
@@ -66,5 +78,12 @@ def main(argv: Sequence[str], study: Any = None) -> int:
     return INTERRUPTED
 
 
+def _end(code: int) -> None:
+  """Ends this process, which may be one of several."""
+  if 'experiments.sides' in sys.modules:
+    sys.modules['experiments.sides'].end(code)
+  sys.exit(code)
+
+
 if __name__ == '__main__':
-  sys.exit(main(sys.argv))
+  _end(main(sys.argv))

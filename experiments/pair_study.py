@@ -183,6 +183,7 @@ def _steps_with_pulls(engine: Engine, pace: Pace) -> Iterator[dict[str, Any]]:
     spans = [
       (e.start_s + a.timeline.arrival_s, e.end_s - e.start_s)
       for e in _events(a, Phase.VERIFY)
+      if e.detail['draft_tokens']  # not the first one, nor those of a backlog
     ]
     with_pulls = [s for at_s, s in spans if start_s <= at_s <= end_s]
     without = [s for at_s, s in spans if at_s < began_s or at_s > end_s]
@@ -212,7 +213,7 @@ def _release(
 ) -> Iterator[dict[str, Any]]:
   """How long the sender keeps what nobody needs, for every way to end."""
   wire, fingerprint = _KIND.wire, handshake.fingerprint(model)
-  slow = Pace(1e-3)
+  slow = Pace(5e-3)  # a chunk on its way, 0.4 s long, cannot be called back
 
   def done(engine: Engine) -> None:
     engine.forget(engine.submit(_request(64, 0)))

@@ -2,8 +2,10 @@
 """Says on one page what of a run would fail, before it loads any weights.
 
 Add `--config.study=preflight` to a command line, on either side; see `main`.
-It measures nothing but its own smoke transfer: one layer with the model's heads
-and random weights, from prefill to decode over the run's own link.
+Of a side of several processes each makes the checks, and process 0 shows what
+would fail in any. It measures nothing but its own smoke transfer: one layer
+with the model's heads and random weights, from prefill to decode over the run's
+own link.
 """
 
 import contextlib
@@ -22,8 +24,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from experiments import config, display, prompts, roles, serving
-from experiments.options import Options, Role
+from experiments import config, display, prompts, roles, serving, sides
+from experiments.options import Role
 from lynx_jax import memory
 from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
@@ -65,11 +67,11 @@ class Check:
 
 def run(
   settings: config.Settings,
-  role: Options | None,
+  side: sides.Side | None,
   argv: Sequence[str],
   screen: display.Screen,
 ) -> None:
-  """Prints the page.
+  """Prints the page; `side` is None in a process without a role.
 
   A prefill process whose checks are good then serves smoke transfers until it
   is told to end, as it would serve prompts.
@@ -77,7 +79,7 @@ def run(
   Raises:
     ConfigError: something would fail; nothing was changed.
   """
-  sides = _sides(settings, role)
+  devices = _side_devices(settings, side)
   checks: list[Check] = []
   model: ModelConfig | None = None
 
@@ -95,39 +97,63 @@ def run(
     add(Check('model', settings.model_path, _line(error)))
   if model is not None:
     try:
-      meshes = _meshes(settings, model, sides)
+      meshes = _meshes(settings, model, devices)
       add(Check('mesh', _shown(meshes)))
-      for side, mesh in meshes.items():
-        add(_memory(settings, model, side, mesh, sum(sides.values())))
+      for name, mesh in meshes.items():
+        here = sum(devices.values()) // jax.process_count()
+        add(_memory(settings, model, name, mesh, here))
     except ConfigError as error:
       add(Check('mesh', '', _line(error)))
   add(_files(settings))
-  add(_port(role))
-  if not any(check.fault for check in checks):
-    assert model is not None
-    if role is not None and role.role is Role.PREFILL:
-      small = _small(settings, model)
-      roles.serve(small, role, screen, model=_smoke_model(small, model, sides))
-      return
-    with screen.step('smoke transfer'):
-      add(_smoke(settings, model, sides, role, argv, screen))
+  add(_port(side))
+  _require_passed(checks, side, screen)
+  assert model is not None
+  small = _small(settings, model)
+  if side is not None and side.options.role is Role.PREFILL:
+    smoke = _smoke_model(small, model, devices)
+    roles.serve(small, side, screen, model=smoke)
+    return
+  with screen.step('smoke transfer'):
+    smoke = _smoke_model(small, model, devices)
+    add(_smoke(small, smoke, side, argv, screen))
+  _require_passed(checks, side, screen)
+  screen.note(f'all {len(checks)} checks passed')
+
+
+def _require_passed(
+  checks: Sequence[Check], side: sides.Side | None, screen: display.Screen
+) -> None:
+  """Raises `ConfigError` if a check has failed, in whichever process."""
   faults = [check.name for check in checks if check.fault]
+  lines = [str(check) for check in checks if check.fault]
+  told = [lines] if side is None else side.gather(lines)
+  others = {i: found for i, found in enumerate(told) if i and found}
+  for process, found in others.items():
+    for line in found:
+      screen.note(f'process {process}: {line}')
   require(
     not faults,
     f'{len(faults)} of {len(checks)} checks failed: {", ".join(faults)}',
   )
-  screen.note(f'all {len(checks)} checks passed')
+  require(
+    not any(told),
+    'checks failed in other processes of this side: '
+    f'{", ".join(str(i) for i, found in enumerate(told) if found)}',
+  )
 
 
-def _sides(settings: config.Settings, role: Options | None) -> dict[Role, int]:
+def _side_devices(
+  settings: config.Settings, side: sides.Side | None
+) -> dict[Role, int]:
   """Returns how many devices each side has that this process runs."""
   both = {
     Role.PREFILL: settings.prefill_mesh,
     Role.DECODE: settings.decode_mesh,
   }
-  if role is None:
+  if side is None:
     return both
-  own = Role.PREFILL if role.role is Role.PREFILL else Role.DECODE
+  prefills = side.options.role is Role.PREFILL
+  own = Role.PREFILL if prefills else Role.DECODE
   return {own: both[own]}
 
 
@@ -163,12 +189,9 @@ def _devices() -> Check:
       'this machine has TPU chips, but JAX runs on the CPU: unset '
       f'JAX_PLATFORMS, and pip install "jax[tpu]=={jax.__version__}"'
     )
-  elif jax.process_count() > 1:
-    fault = (
-      f'{jax.process_count()} processes share this slice; a side is one '
-      'process: take slices of one host'
-    )
   found = f'{len(jax.devices())} x {device.device_kind} ({device.platform})'
+  if jax.process_count() > 1:
+    found += f', {len(jax.local_devices())} of them in this process'
   return Check('devices', found, fault)
 
 
@@ -182,14 +205,16 @@ def _model_config(settings: config.Settings) -> ModelConfig:
 
 
 def _meshes(
-  settings: config.Settings, model: ModelConfig, sides: dict[Role, int]
+  settings: config.Settings, model: ModelConfig, devices: dict[Role, int]
 ) -> dict[Role, jax.sharding.Mesh]:
   """Returns the meshes of this process, as `serving.load` places them."""
-  places = serving.devices(tuple(sides.values()))
+  places = serving.devices(tuple(devices.values()))
   meshes = {
-    side: mesh_lib.make(devices, model)
-    for side, devices in zip(sides, places, strict=True)
+    name: mesh_lib.make(place, model)
+    for name, place in zip(devices, places, strict=True)
   }
+  for mesh in meshes.values():
+    mesh_lib.local(mesh)  # no KV head in several processes
   for scheme in settings.schemes:
     check_together(model, scheme.codec, _engine(settings))
     for mesh in meshes.values():
@@ -250,7 +275,7 @@ def _memory(
 
 def _limit(mesh: jax.sharding.Mesh, devices: int) -> float:
   """Returns the memory of a device, or its part of the machine's."""
-  device = mesh.devices.flat[0]
+  device = mesh_lib.local(mesh).devices.flat[0]
   stats = device.memory_stats() if device.platform != 'cpu' else None
   if stats and 'bytes_limit' in stats:
     return stats['bytes_limit']
@@ -279,14 +304,15 @@ def _files(settings: config.Settings) -> Check:
   return Check('files', f'prompts can be read; {_gib(free)} free', fault)
 
 
-def _port(role: Options | None) -> Check:
+def _port(side: sides.Side | None) -> Check:
   """Binds the port that prefill listens on, or reaches the one of decode."""
-  if role is None or role.role is Role.LOCAL:
+  if side is None or side.options.role is Role.LOCAL:
     return Check('port', 'none is needed')
+  role = side.options
   address = role.listen or role.connect
   assert address is not None
   try:
-    host, port = roles.numeric(address)
+    host, port = sides.numeric(address)
     if role.listen:
       family = socket.AF_INET6 if ':' in host else socket.AF_INET
       with socket.socket(family) as server:
@@ -333,7 +359,7 @@ def _small(settings: config.Settings, model: ModelConfig) -> config.Settings:
 
 
 def _smoke_model(
-  settings: config.Settings, model: ModelConfig, sides: dict[Role, int]
+  settings: config.Settings, model: ModelConfig, devices: dict[Role, int]
 ) -> serving.Model:
   """Returns one narrow layer with the model's heads, on the run's meshes."""
   small = dataclasses.replace(
@@ -346,30 +372,31 @@ def _smoke_model(
     dtype=settings.model_dtype,
   )
   drawn = Transformer(small, rngs=nnx.Rngs(params=0))
-  return serving.on_sides(drawn, serving.Bytes(), tuple(sides.values()))
+  return serving.on_sides(drawn, serving.Bytes(), tuple(devices.values()))
 
 
 def _smoke(
   settings: config.Settings,
-  model_config: ModelConfig,
-  sides: dict[Role, int],
-  role: Options | None,
+  model: serving.Model,
+  side: sides.Side | None,
   argv: Sequence[str],
   screen: display.Screen,
 ) -> Check:
-  """Sends a prompt's KV, and compares the output with its reference."""
-  small = _small(settings, model_config)
-  model = _smoke_model(small, model_config, sides)
-  (scheme,), ((_, tokens),) = small.schemes, small.prompts
-  engine = dataclasses.replace(small.engine, prompt_tokens=tokens)
+  """Sends a prompt's KV, and compares the output with its reference.
+
+  Raises:
+    TransferError, ConfigError: it fails, and other processes may not know.
+  """
+  (scheme,), ((_, tokens),) = settings.schemes, settings.prompts
+  engine = dataclasses.replace(settings.engine, prompt_tokens=tokens)
   ask = Request(
     prompt=[i % 251 for i in range(tokens)], output_tokens=_OUTPUT_TOKENS
   )
   try:
     with contextlib.ExitStack() as stack:
       remote = None
-      if role is not None:
-        remote = stack.enter_context(roles.remote(small, role, argv, screen))
+      if side is not None:
+        remote = stack.enter_context(roles.remote(settings, side, argv, screen))
       line = stack.enter_context(
         serving.connect(
           model, scheme, scheme.engine(engine), remote=remote, emulated=False
@@ -381,6 +408,8 @@ def _smoke(
       seconds = time.monotonic() - start_s
       expected = line.engine.reference(ask.prompt, _OUTPUT_TOKENS)
   except (TransferError, ConfigError) as error:
+    if side is not None and side.processes > 1:
+      raise
     return Check('transfer', '', _line(error))
   sent = result.anchor_bytes + result.residual_bytes + result.exact_bytes
   found = (

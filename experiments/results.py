@@ -394,6 +394,18 @@ class Writer:
       os.write(self._file, b'\n')
 
 
+class Nowhere(Writer):
+  """Checks records and keeps none: what all processes but the first have."""
+
+  def __init__(self):
+    self.path, self.isolated = pathlib.Path(os.devnull), None
+    self._file = -1
+
+  def write(self, record: dict[str, Any]) -> None:
+    """Checks one record; see `Writer.write`."""
+    encode(record)
+
+
 def encode(record: dict[str, Any]) -> str:
   """Returns the record as one line of plain ASCII JSON.
 

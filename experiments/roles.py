@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts prefill and decode as processes of their own.
 
-It knows no study: a decode process runs the same ones as a single process.
+It knows no study: decode processes run the same ones as a single process.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import math
 import pathlib
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,14 +19,14 @@ from typing import Any
 
 from absl import logging
 
-from experiments import config, display, profiling, serving
-from experiments.options import Options, Role
+from experiments import config, display, profiling, serving, sides
+from experiments.options import Role
 from lynx_jax import handshake
 from lynx_jax.config import ConfigError, EngineConfig
 from lynx_jax.patience import Patience
 from lynx_jax.prefill_server import PrefillServer
 from lynx_jax.remote_prefill import RemotePrefill
-from lynx_jax.transport import control, pull
+from lynx_jax.transport import control, exchange, pull
 from lynx_jax.transport.fault_plan import Peer, PeerFault
 from lynx_jax.transport.faults import Faults
 from lynx_jax.transport.receiver import Pace
@@ -45,6 +44,7 @@ class Remote:
   """Where prefill runs, as `serving` needs it.
 
   Attributes:
+    side: the processes of decode.
     dial: opens a control channel.
     server: this process's transfer server; None where it cannot start.
     patience: of every session.
@@ -52,6 +52,7 @@ class Remote:
     faults: of all sessions together; None is none on purpose.
   """
 
+  side: sides.Side
   dial: Callable[[], control.Channel]
   server: object | None
   patience: Patience
@@ -86,7 +87,7 @@ def _fingerprint(model: serving.Model) -> str:
 
 def serve(
   settings: config.Settings,
-  options: Options,
+  side: sides.Side,
   screen: display.Screen,
   *,
   model: serving.Model | None = None,
@@ -94,20 +95,24 @@ def serve(
 ) -> None:
   """Serves prefill for the study's schemes until it is told to end.
 
-  SIGTERM lets peers finish what they have asked for; Ctrl-C does not.
+  SIGTERM lets peers finish what they have asked for; Ctrl-C does not. With one
+  process of a side all end.
 
   Args:
     settings: of the run.
-    options: of this process.
+    side: of this process.
     screen: for what is worth telling.
     model: what it serves; None is that of the settings.
     profile: where a trace of all that it serves goes; None makes none.
 
   Raises:
     ConfigError: the address cannot be bound, or model and schemes do not fit.
+    PeerLost: another process of the side is gone.
   """
+  options = side.options
   assert options.listen is not None
-  host, _ = numeric(options.listen)
+  host, _ = sides.numeric(options.listen)
+  side.require_same(settings)
   if model is None:
     with screen.step(f'loading {settings.model_path}'):
       model = serving.load(
@@ -131,22 +136,22 @@ def serve(
     pull_host=host,
     lease_s=settings.transfer.lease_s,
     memory_bytes=settings.transfer.prefill_bytes,
+    exchange=side.exchange,
     **window,
   )
   ends: queue.SimpleQueue[float] = queue.SimpleQueue()
   signal.signal(signal.SIGTERM, lambda *_: ends.put(_DRAIN_S))
   if options.ends_with_stdin:
     threading.Thread(target=_watch_stdin, args=(ends,), daemon=True).start()
-  screen.note(f'{_SERVING}{host}:{server.port}')
-  sys.stdout.flush()
+  print(f'{_SERVING}{host}:{server.port}', flush=True)
   try:
-    with profiling.trace(profile):
-      server.drain(_told(ends))
+    with side.leaving(), profiling.trace(profile):
+      server.drain(_told(ends, side))
   finally:
     server.close()
 
 
-def _told(ends: queue.SimpleQueue[float]) -> float:
+def _told(ends: queue.SimpleQueue[float], side: sides.Side) -> float:
   """Returns how long peers may still take, once it is told to end.
 
   A signal between Python's last look for signals and the system's wait wakes
@@ -156,7 +161,10 @@ def _told(ends: queue.SimpleQueue[float]) -> float:
     try:
       return ends.get(timeout=_LOOK_S)
     except queue.Empty:
-      pass
+      if isinstance(side.lost, exchange.Ended):
+        return _DRAIN_S
+      if side.lost is not None:
+        raise side.lost from None
 
 
 def _watch_stdin(ends: queue.SimpleQueue[float]) -> None:
@@ -167,7 +175,7 @@ def _watch_stdin(ends: queue.SimpleQueue[float]) -> None:
 @contextlib.contextmanager
 def remote(
   settings: config.Settings,
-  options: Options,
+  side: sides.Side,
   argv: Sequence[str],
   screen: display.Screen,
 ) -> Iterator[Remote]:
@@ -175,13 +183,14 @@ def remote(
 
   Args:
     settings: of the run.
-    options: of this process, `decode` or `local`.
+    side: of this process, `decode` or `local`.
     argv: the command line of this process.
     screen: for what is worth telling.
 
   Raises:
     ConfigError: the prefill process did not start.
   """
+  options = side.options
   security = options.security()
   with contextlib.ExitStack() as stack:
     address, suffer = options.connect, None
@@ -193,6 +202,7 @@ def remote(
     if not settings.faults.nothing:
       faults = Faults(settings.faults, suffer)
     yield Remote(
+      side,
       lambda: control.ClientChannel(
         options.connect or process.address, security
       ),
@@ -208,31 +218,11 @@ def remote(
 
 def _transfer_server(peer: str) -> object | None:
   """Starts a transfer server on the interface that leads to the peer."""
-  host, port = numeric(peer)
-  family = socket.AF_INET6 if ':' in host else socket.AF_INET
   try:
-    with socket.socket(family, socket.SOCK_DGRAM) as route:
-      route.connect((host, port))  # sends nothing
-      return pull.start_server(route.getsockname()[0])
+    return pull.start_server(sides.interface(peer))
   except Exception as error:  # whatever the system or the runtime says
     logging.warning('no transfer server: %s; chunks go as bytes', error)
     return None
-
-
-def numeric(address: str) -> tuple[str, int]:
-  """Returns the numeric address and port of HOST:PORT.
-
-  Raises:
-    ConfigError: nobody knows the host.
-  """
-  host, _, port = address.rpartition(':')
-  try:
-    found = socket.getaddrinfo(host.strip('[]'), int(port))
-  except (OSError, ValueError) as error:
-    raise ConfigError(
-      f'{address!r} must be ADDRESS:PORT, for example 127.0.0.1:7000 ({error})'
-    ) from error
-  return str(found[0][4][0]), int(found[0][4][1])
 
 
 class _Process:

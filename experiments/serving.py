@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 
 from experiments import config, display, results
+from experiments import sides as sides_lib
 from lynx_jax import mesh, timeline, wire
 from lynx_jax.config import EngineConfig, ModelConfig, Order, require
 from lynx_jax.engine import Engine, Form, Request, Result
@@ -71,6 +72,10 @@ class Model:
 class Remote(Protocol):
   """Prefill in another process; see `roles.Remote`."""
 
+  @property
+  def side(self) -> sides_lib.Side:
+    """The processes of decode."""
+
   def prefill(
     self,
     model: Model,
@@ -125,9 +130,15 @@ def devices(sides: tuple[int, ...]) -> tuple[tuple[jax.Device, ...], ...]:
   """Returns the devices of each side; see `load`.
 
   Raises:
-    ConfigError: there are fewer.
+    ConfigError: there are fewer, or a side of several processes has others.
   """
-  found = tuple(jax.devices())
+  # Those of a process together: process i of either side has the same heads.
+  found = tuple(sorted(jax.devices(), key=lambda d: d.process_index))
+  require(
+    jax.process_count() == 1 or sides == (len(found),),
+    f'a mesh of {sum(sides)} devices (prefill_mesh, decode_mesh) must take all '
+    f'{len(found)} of the {jax.process_count()} processes of this side',
+  )
   if len(found) == 1 and sides == (1, 1):
     return found, found
   require(
@@ -157,8 +168,14 @@ def on_sides(
 def _placed(model: Transformer, devices: Sequence[jax.Device]) -> Transformer:
   """Returns the model on a mesh of these devices."""
   graph, params = nnx.split(model)
-  where = mesh.places(mesh.make(devices, model.config), params)
-  return nnx.merge(graph, jax.device_put(params, where))
+  place = mesh.make(devices, model.config)
+  where = mesh.places(place, params)
+  if not place.is_multi_process:
+    return nnx.merge(graph, jax.device_put(params, where))
+  if jax.tree.leaves(params)[0].is_fully_addressable:
+    # Every process has drawn the same values.
+    model = nnx.merge(graph, mesh.put(jax.device_get(params), where))
+  return model  # what was read from a file lies there already
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +228,7 @@ def connect(
       scheme.codec,
       engine,
       end_tokens=ends,
+      exchange=remote.side.exchange,
     ) as running:
       yield Line(running, pace)
     return

@@ -5,8 +5,10 @@
         --config=configs/checkpoint.py --config.model.path=gs://BUCKET/MODEL
 
 creates the secret and the JobSet with `kubectl`; --dry-run prints the commands
-and the YAML instead. What follows `--` goes to both sides. Decode starts when
-prefill serves, finds it by its name in the JobSet's network, and ends both.
+and the YAML instead. What follows `--` goes to both sides. Of a slice of
+several hosts each runs a pod, and together they are one side. Decode starts
+when prefill serves, finds it by its names in the JobSet's network, and ends
+both.
 
 It knows no study: roles, addresses and token are all that it adds.
 """
@@ -26,16 +28,18 @@ import yaml
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slice:
-  """A node pool of one host.
+  """A node pool.
 
   Attributes:
-    accelerator, topology: labels of its node.
-    chips: that a pod asks for.
+    accelerator, topology: labels of its nodes.
+    chips: that a pod asks for: those of a host.
+    hosts: how many, and so how many pods.
   """
 
   accelerator: str
   topology: str
   chips: int
+  hosts: int = 1
 
 
 # https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus
@@ -43,6 +47,15 @@ SLICES = {
   'v5e-8': Slice(accelerator='tpu-v5-lite-podslice', topology='2x4', chips=8),
   'v5p-8': Slice(accelerator='tpu-v5p-slice', topology='2x2x1', chips=4),
   'v6e-8': Slice(accelerator='tpu-v6e-slice', topology='2x4', chips=8),
+  'v5e-16': Slice(
+    accelerator='tpu-v5-lite-podslice', topology='4x4', chips=4, hosts=4
+  ),
+  'v5p-16': Slice(
+    accelerator='tpu-v5p-slice', topology='2x2x2', chips=4, hosts=2
+  ),
+  'v6e-16': Slice(
+    accelerator='tpu-v6e-slice', topology='4x4', chips=4, hosts=4
+  ),
 }
 
 
@@ -128,8 +141,9 @@ def _job(
     ],
   }
   job = {
-    'parallelism': 1,
-    'completions': 1,
+    'parallelism': slice_.hosts,
+    'completions': slice_.hosts,
+    'completionMode': 'Indexed',  # GKE numbers a slice's workers by it
     'backoffLimit': 0,
     'template': {'spec': pod},
   }
@@ -139,7 +153,7 @@ def _job(
 def _prefill(launch: Launch) -> dict[str, Any]:
   return {
     'args': [
-      *launch.flags,
+      *_flags(launch),
       '--role=prefill',
       # Kubernetes puts the pod's own address in.
       f'--listen=$(POD_IP):{launch.port}',
@@ -163,16 +177,24 @@ def _prefill(launch: Launch) -> dict[str, Any]:
 
 def _decode(launch: Launch) -> dict[str, Any]:
   # JOBSET-JOB-INDEX-POD.SUBDOMAIN, the subdomain being the JobSet's name.
-  host = f'{launch.name}-prefill-0-0.{launch.name}'
+  hosts = [
+    f'{launch.name}-prefill-0-{pod}.{launch.name}:{launch.port}'
+    for pod in range(SLICES[launch.slice].hosts)
+  ]
   return {
     'args': [
-      *launch.flags,
+      *_flags(launch),
       '--role=decode',
-      f'--connect={host}:{launch.port}',
+      f'--connect={",".join(hosts)}',
       '--token_file=/token/token',
       '--workdir=/runs',
     ]
   }
+
+
+def _flags(launch: Launch) -> list[str]:
+  several = SLICES[launch.slice].hosts > 1
+  return [*launch.flags, *(['--distributed'] if several else [])]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -186,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('flags', nargs='+', help='of experiments.main, after --')
   values = vars(parser.parse_args(arguments))
   dry_run = values.pop('dry_run')
-  # A host's label is at most 63 letters: NAME-prefill-0-0.
+  # A host's label is at most 63 letters: NAME-prefill-0-N.
   if not re.fullmatch(r'[a-z]([a-z0-9-]{0,44}[a-z0-9])?', values['name']):
     parser.error(
       f'--name={values["name"]}: must be at most 46 of a-z, 0-9 and -, and '

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Prefill and decode on two slices of Cloud TPU VMs; docs/pods.md goes through it.
+# Prefill and decode on two slices of Cloud TPU VMs, of one host or several each;
+# docs/pods.md goes through it.
 #
 #   launch/tpu_vm.sh --zone=ZONE --prefill=NAME --decode=NAME [OPTION…] STEP …
 #
 # Steps, in this order:
-#   create TYPE    both slices, for example v5litepod-8, v5p-8 or v6e-8
+#   create TYPE    both slices, for example v5litepod-8, v5p-8 or v6e-16
 #   setup          this checkout, its Python packages and a shared token
 #   preflight FLAG…  says what of `run FLAG…` would fail
 #   run FLAG…      prefill in the background, decode here until it ends
@@ -72,25 +73,25 @@ on() {
   tpus tpu-vm ssh "$1" --worker=all "--command=cd $home && $2"
 }
 
-# The address of a slice's first worker in the network that both are in.
-address() {
+# ADDRESS:PORT of every worker of a slice, in the network that both are in.
+endpoints() {
+  local format='--format=value(networkEndpoints[].ipAddress)'
+  local found=PREFILL_ADDRESS
   if [[ $dry_run ]]; then
-    echo PREFILL_ADDRESS
-    tpus tpu-vm describe "$1" \
-      '--format=value(networkEndpoints[0].ipAddress)' >&2
+    tpus tpu-vm describe "$1" "$format" >&2
   else
-    tpus tpu-vm describe "$1" '--format=value(networkEndpoints[0].ipAddress)'
+    found=$(tpus tpu-vm describe "$1" "$format")
   fi
+  echo "${found//;/:$port,}:$port"  # gcloud puts ; between items of a list
 }
 
 create() {
   local type=${1-} runtime
   case $type in
-    v5litepod-[148]) runtime=$runtime_v5e ;;
-    v5p-8) runtime=$runtime_v5p ;;
-    v6e-[148]) runtime=$runtime_v6e ;;
-    *) fail "create ${type:-TYPE}: must be v5litepod-8, v5p-8, v6e-8 or a" \
-      'smaller one: a side is one process, on one host' ;;
+    v5litepod-*) runtime=$runtime_v5e ;;
+    v5p-*) runtime=$runtime_v5p ;;
+    v6e-*) runtime=$runtime_v6e ;;
+    *) fail "create ${type:-TYPE}: must be v5litepod-N, v5p-N or v6e-N" ;;
   esac
   local slice
   for slice in "$prefill" "$decode"; do
@@ -125,21 +126,22 @@ curl -LsSf https://astral.sh/uv/install.sh | sh && \
   done
 }
 
-# serve FLAG…: prefill in the background; decode here; then prefill ends.
+# serve FLAG…: prefill in the background; decode here; then prefill ends. Every
+# worker of a slice runs a process; --distributed makes them one side.
 serve() {
-  local host flags status=0
+  local addresses flags status=0
   [[ ${1-} == --config=* ]] || fail "$step needs --config=FILE first, for example --config=configs/checkpoint.py"
-  host=$(address "$prefill")
-  flags="${*@Q} --token_file=.token"
+  addresses=$(endpoints "$prefill")
+  flags="${*@Q} --token_file=.token --distributed"
   on "$prefill" "mkdir -p runs && \
 { nohup $python -m experiments.main $flags --role=prefill \
---listen=$host:$port --workdir=runs/prefill </dev/null >runs/prefill.log 2>&1 \
+--listen=$addresses --workdir=runs/prefill </dev/null >runs/prefill.log 2>&1 \
 & echo \$! >runs/prefill.pid; } && \
 until grep -q '^prefill serves' runs/prefill.log; do \
 kill -0 \$(cat runs/prefill.pid) || { cat runs/prefill.log; exit 1; }; \
 sleep 1; done; cat runs/prefill.log"
   on "$decode" "$python -m experiments.main $flags --role=decode \
---connect=$host:$port --workdir=runs/decode" || status=$?
+--connect=$addresses --workdir=runs/decode" || status=$?
   on "$prefill" "kill -TERM \$(cat runs/prefill.pid) || true"
   return "$status"
 }

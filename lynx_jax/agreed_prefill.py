@@ -13,6 +13,7 @@ It knows no slot and no program.
 import dataclasses
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -65,7 +66,7 @@ class AgreedPrefill:
 
   def __init__(self, side: PrefillSide, exchange: Exchange):
     self._side, self._exchange = side, exchange
-    self._calls: list[tuple[str, int]] = []  # since the last exchange
+    self._calls: list[tuple[Any, ...]] = []  # since the last exchange
     # Of requests under way: what has landed somewhere, and what has here.
     self._landing: dict[int, dict[ChunkKey, _Landing]] = {}
     self._here: dict[ChunkKey, Arrival] = {}
@@ -115,7 +116,8 @@ class AgreedPrefill:
     target: Target = Target.PLANES,
   ) -> None:
     """Queues a prompt, in every process."""
-    self._calls.append(('submit', request))
+    # With another prompt it would be a mixture of two that is decoded.
+    self._calls.append(('submit', request, zlib.crc32(prompt.tobytes())))
     self._landing[request] = {}
     self._side.submit(
       request,

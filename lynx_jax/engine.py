@@ -310,7 +310,10 @@ class Engine:
     """
     self._require_idle('time_step')
     asked, mask = self.config.output_tokens, np.arange(self.config.slots) == 0
-    self._start(0, self.config.prompt_tokens, token=0, output_tokens=asked)
+    # A slot that has ended would give loops nothing to do.
+    ends = self._decoder.end_tokens
+    token = next(t for t in itertools.count() if t not in ends)
+    self._start(0, self.config.prompt_tokens, token=token, output_tokens=asked)
     arguments = self._params, self._cache, self._slots, mask
     target = self.codec.target
     start_s = time.monotonic()
@@ -331,8 +334,10 @@ class Engine:
       case Step.ROUND:
         changed = self._decoder.rounds(*arguments, 1, 1, target)
     self._cache, self._slots = changed
-    fetch(self._slots)
+    state = fetch(self._slots)
     seconds = time.monotonic() - start_s
+    # Else it was not the work of a step that was measured.
+    assert state.length[0] + state.n_drafts[0] > self.config.prompt_tokens
     self._slots = _STOP(self._slots, np.int32(0))
     return seconds
 

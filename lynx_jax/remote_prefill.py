@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill side in another process: sessions, recovery, and when to give up.
+"""A prefill side in another process: requests, recovery, when to give up.
 
-It knows no slot and no decode. Whatever goes wrong ends within the times of
-`Patience` in a recovery or in a record that names a typed error.
+It knows no slot and no decode; `session` opens what it holds. Whatever goes
+wrong ends within the times of `Patience` in a recovery or in a record that
+names a typed error.
 """
 
 import collections
@@ -18,19 +19,16 @@ import jax
 import numpy as np
 from absl import logging
 
-from lynx_jax import handshake, prefill
+from lynx_jax import handshake, prefill, session
 from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
 from lynx_jax.config import ConfigError, Target
 from lynx_jax.patience import Patience, Policy
-from lynx_jax.prefill_server import PROBE
-from lynx_jax.programs import Read, fetch
 from lynx_jax.requests import Mode
 from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.sender import PrefillDone, PrefillFailed, Record
 from lynx_jax.timeline import Phase, Timeline
-from lynx_jax.transport import control, digest, messages, pull
-from lynx_jax.transport.byte_stream import ByteLink
+from lynx_jax.transport import control, digest, messages
 from lynx_jax.transport.faults import Faults
 from lynx_jax.transport.receiver import (
   Announced,
@@ -48,9 +46,7 @@ from lynx_jax.transport.streams import (
 
 _TICK_S = 0.02  # longest time in which nobody looks after stalls and leases
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 1.0
-_PROBE_S = 5.0  # limit of the pull that tries out a transfer server
 _CREDITS = 4  # messages in which a window is given back
-_CLOCK_BEATS = 4  # at the start of a session
 _NOBODY = -(2**31)  # request id of chunks that are fetched to be thrown away
 
 
@@ -406,32 +402,22 @@ class RemotePrefill:
     if self._faults is not None:
       channel = self._faults.channel(channel)
     try:
-      channel.send(
-        messages.Hello(
-          version=messages.VERSION,
-          facts=self._facts,
-          choices=handshake.choices(self._wire.engine),
-          window_bytes=self._window_bytes,
-          pulls=self._server is not None,
-          mesh=self._mesh,
-          process=self._process,
-        )
+      limit_s = self._patience.handshake_s
+      hello = messages.Hello(
+        version=messages.VERSION,
+        facts=self._facts,
+        choices=handshake.choices(self._wire.engine),
+        window_bytes=self._window_bytes,
+        pulls=self._server is not None,
+        mesh=self._mesh,
+        process=self._process,
       )
-      answer = channel.receive(self._patience.handshake_s)
-      match answer:
-        case messages.Welcome():
-          pass
-        case messages.Refused(field=field, sender=sender, receiver=receiver):
-          raise control.HandshakeError(field, sender, receiver)
-        case None:
-          raise control.PeerLost(f'no answer in {self._patience.handshake_s} s')
-        case _:
-          raise messages.ProtocolError(f'{type(answer).__name__} is no welcome')
+      answer = session.greet(channel, hello, limit_s)
       self._divide(answer.mesh)
-      link = self._link(channel, answer)
+      link = session.link(channel, answer, self._server, self._places[0])
       if self._faults is not None:
         link = self._faults.link(link)
-      offset_s, rtt_s = self._compare_clocks(channel)
+      offset_s, rtt_s = session.compare_clocks(channel, limit_s)
     except BaseException:
       channel.close()
       raise
@@ -470,61 +456,6 @@ class RemotePrefill:
     parts = math.lcm(shards, self._mesh[0])
     self._places = wire_lib.places(self._local, parts // processes)
     self._layouts = wire_lib.Layouts(self._wire, self._places, parts)
-
-  def _link(
-    self, channel: control.Channel, welcome: messages.Welcome
-  ) -> pull.Link:
-    """Returns the link that works."""
-    if self._server is not None and welcome.address is not None:
-      try:
-        link = pull.PullLink(self._server, welcome.address)
-        self._try_out(link, welcome.probe)
-        return link
-      except Exception as error:  # whatever the runtime says
-        logging.warning(
-          'transfer server %s does not serve (%s); chunks go as bytes',
-          welcome.address,
-          error,
-        )
-      channel.send(messages.Fallback())
-    else:
-      logging.info('chunks go as bytes: a side has no transfer server')
-    return ByteLink(channel, welcome.session)
-
-  def _try_out(self, link: pull.PullLink, probe: int) -> None:
-    """Pulls one small array.
-
-    Raises:
-      TransferError: it does not come in time, or is another one.
-    """
-    specs = (jax.ShapeDtypeStruct(PROBE, np.uint8, sharding=self._places[0]),)
-    pulled = link.pull(probe, specs)
-    until_s = time.monotonic() + _PROBE_S
-    while not pulled.ready():
-      if time.monotonic() > until_s:
-        link.close()
-        raise TransferError(f'no answer in {_PROBE_S} s')
-      time.sleep(0.001)
-    (values,) = fetch(pulled.take(), Read.TRANSFER)
-    if values.tolist() != [*range(PROBE[0])]:
-      raise TransferError(f'it sent {values.tolist()}')
-
-  def _compare_clocks(self, channel: control.Channel) -> tuple[float, float]:
-    """Returns the sender's clock less ours, and the round-trip time.
-
-    Of several beats the fastest is used; the error is at most half of it.
-    """
-    found = []
-    for _ in range(_CLOCK_BEATS):
-      channel.send(messages.Beat(sent_s=time.monotonic()))
-      answer = channel.receive(self._patience.handshake_s)
-      now_s = time.monotonic()
-      if not isinstance(answer, messages.Beat) or answer.sender_s is None:
-        raise control.PeerLost(f'{answer!r} is no answer to a beat')
-      rtt_s = now_s - answer.sent_s
-      found.append((rtt_s, answer.sender_s - (answer.sent_s + now_s) / 2))
-    rtt_s, offset_s = min(found)
-    return offset_s, rtt_s
 
   def _listen(self) -> None:
     """Takes in one message, and looks after everything that may be stuck."""

@@ -7,6 +7,7 @@ Programs are left out: `sides_test` runs them in real processes.
 import gc
 import itertools
 import multiprocessing
+import queue
 import random
 import threading
 import time
@@ -25,7 +26,7 @@ from lynx_jax.sender import PrefillDone, PrefillFailed
 from lynx_jax.timeline import Timeline
 from lynx_jax.transport import control
 from lynx_jax.transport.courier import Arrival
-from lynx_jax.transport.exchange import Exchange
+from lynx_jax.transport.exchange import Ended, Exchange
 from lynx_jax.transport.streams import Chunk, ChunkKey, Stream
 
 PROCESSES = 3
@@ -191,6 +192,50 @@ def test_a_process_that_is_gone_is_a_lost_peer():
     exchange.close()  # as the system does once it has ended
 
   in_each(run)
+
+
+@pytest.mark.parametrize('who', range(PROCESSES))
+@pytest.mark.parametrize('reason', ['the disk is full', ''])
+def test_a_process_that_leaves_says_why(who, reason):
+  """Others hear it, perhaps from process 0, and nobody waits for it."""
+
+  def run(process: int, exchange: Exchange) -> None:
+    lost: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    exchange.watch(lost.put)
+    exchange.gather('all are there')
+    if process == who:
+      exchange.leave(reason)
+      return
+    with pytest.raises(control.PeerLost) as found:
+      exchange.gather('more')
+    exchange.leave(str(found.value))
+    told = lost.get(timeout=BOUND_S)
+    assert told is found.value
+    assert reason in str(told)
+    if 0 in (process, who):  # linked with it
+      assert f'process {who} ' in str(told)
+      assert isinstance(told, Ended) == (not reason)
+    assert lost.empty()
+
+  in_each(run)
+
+
+def test_a_process_that_dies_is_missed_whatever_others_do():
+  """As in a program that waits for it: nobody listens."""
+
+  def run(process: int, exchange: Exchange) -> None:
+    lost: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    exchange.watch(lost.put)
+    if process == 1:
+      exchange.gather('all are there')
+      exchange.close()
+      return
+    exchange.gather('all are there')
+    error = lost.get(timeout=BOUND_S)
+    assert isinstance(error, control.PeerLost)
+    assert 'process 1 of this side is gone' in str(error)
+
+  in_each(run, count=2)
 
 
 class Prefill:

@@ -2,11 +2,9 @@
 """The control channel itself: who gets in, order, and how it ends."""
 
 import contextlib
-import os
 import pathlib
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -137,28 +135,3 @@ def test_tls_demands_certificates_of_both(signed):
 def test_half_a_certificate_is_refused(signed):
   with pytest.raises(ConfigError, match='one of them is missing'):
     control.Security(certificate=signed.certificate)
-
-
-def test_it_lives_beside_jax_distributed():
-  """Two processes of one slice, each a server and a client of the other."""
-  with socket.create_server(('127.0.0.1', 0)) as free:
-    address = f'127.0.0.1:{free.getsockname()[1]}'
-  processes = [
-    subprocess.Popen(
-      [sys.executable, '-m', 'tests.distributed_process', address, str(number)],
-      cwd=ROOT,
-      env=os.environ | {'JAX_PLATFORMS': 'cpu'},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for number in range(2)
-  ]
-  try:
-    for process in processes:
-      out, err = process.communicate(timeout=60)
-      assert process.returncode == 0, err
-      assert out == 'both live\n'
-  finally:
-    for process in processes:
-      process.kill()

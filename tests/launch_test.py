@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch scripts print, without a cloud, commands that our own flags accept."""
 
+import math
 import os
 import pathlib
 import re
@@ -33,6 +34,26 @@ def script(*arguments: str) -> subprocess.CompletedProcess:
     check=False,
     env={'PATH': '/usr/bin:/bin', 'HOME': os.environ.get('HOME', '/')},
   )
+
+
+def called(tmp_path, addresses: str, *arguments: str) -> list[list[str]]:
+  """Runs the script with a gcloud that knows addresses; returns its calls."""
+  log, gcloud = tmp_path / 'log', tmp_path / 'gcloud'
+  gcloud.write_text(
+    '#!/bin/bash\n'
+    f'printf "%s\\0" "$@" $\'\\n\' >> {shlex.quote(str(log))}\n'
+    f'[[ $4 != describe ]] || echo {shlex.quote(addresses)}\n'
+  )
+  gcloud.chmod(0o755)
+  done = subprocess.run(
+    [SCRIPT, *SLICES, *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+    env={'PATH': f'{tmp_path}:/usr/bin:/bin'},
+  )
+  assert done.returncode == 0, done.stderr
+  return [call.split('\0')[:-1] for call in log.read_text().split('\n\0')][:-1]
 
 
 def printed(*arguments: str) -> list[list[str]]:
@@ -88,12 +109,33 @@ def test_both_sides_get_the_flags_and_each_its_role(step):
   assert 'kill -TERM' in remote(stop)
 
 
+def test_every_host_of_a_slice_is_a_process_of_its_side(tmp_path):
+  """Between addresses gcloud puts semicolons."""
+  calls = called(tmp_path, '10.0.0.1;10.0.0.2', '--port=70', 'run', *FLAGS)
+  commands = [['gcloud', *call] for call in calls]
+  describe, start, decode, _ = commands
+  assert describe[4] == 'describe'
+  found = []
+  for command in (start, decode):
+    words = re.search(
+      r'-m experiments\.main (.*?)( </dev/null|$)', remote(command), re.S
+    )
+    given = accepted(shlex.split(words[1]))
+    assert given.distributed
+    found.append([given.of(i, 2) for i in range(2)])
+  prefills, decodes = found
+  addresses = ['10.0.0.1:70', '10.0.0.2:70']
+  assert [one.listen for one in prefills] == addresses
+  assert [one.connect for one in decodes] == addresses
+
+
 @pytest.mark.parametrize(
   'accelerator, version',
   [
     ('v5litepod-8', 'v2-alpha-tpuv5-lite'),
     ('v5p-8', 'v2-alpha-tpuv5'),
     ('v6e-8', 'v2-alpha-tpuv6e'),
+    ('v6e-16', 'v2-alpha-tpuv6e'),
   ],
 )
 def test_slices_are_made_with_the_runtime_of_their_generation(
@@ -131,7 +173,6 @@ def test_setup_installs_the_pinned_jax_on_both_slices():
     (['run', *FLAGS], '--zone, --prefill and --decode are needed'),
     ([*SLICES, '--dry-run', 'run'], 'run needs --config=FILE first'),
     ([*SLICES, '--dry-run', 'create', 'v4-8'], 'create v4-8: must be'),
-    ([*SLICES, '--dry-run', 'create', 'v6e-16'], 'on one host'),
     ([*SLICES, '--dry', 'run'], '--dry is no option'),
     ([*SLICES, 'start'], 'start is no step'),
     ([*SLICES, '--decode=one', 'run'], 'must be two slices'),
@@ -145,8 +186,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
   assert done.stdout == ''
 
 
-def rendered(capsys, *more: str) -> dict:
-  arguments = ['--name=lynx', '--slice=v6e-8', '--image=registry/lynx:1']
+def rendered(capsys, *more: str, slice_: str = 'v6e-8') -> dict:
+  arguments = ['--name=lynx', f'--slice={slice_}', '--image=registry/lynx:1']
   assert gke.main([*arguments, '--dry-run', *more, '--', *FLAGS]) == 0
   out = capsys.readouterr().out
   secret, apply, *lines, end = out.splitlines()
@@ -198,6 +239,31 @@ def test_a_jobset_has_two_jobs_on_slices_of_their_own(capsys):
   assert serves['readinessProbe']['tcpSocket']['port'] == 7000
   assert serves['ports'] == [{'containerPort': 7000}]
   assert [e['name'] for e in serves['env']] == ['POD_IP']
+
+
+@pytest.mark.parametrize(
+  'name', [n for n, s in gke.SLICES.items() if s.hosts > 1]
+)
+def test_a_job_has_a_pod_for_every_host(capsys, name):
+  slice_ = gke.SLICES[name]
+  sizes = [int(size) for size in slice_.topology.split('x')]
+  assert math.prod(sizes) == slice_.chips * slice_.hosts
+  prefill, decode = rendered(capsys, slice_=name)['spec']['replicatedJobs']
+  found = []
+  for job in (prefill, decode):
+    batch = job['template']['spec']
+    assert batch['parallelism'] == batch['completions'] == slice_.hosts
+    assert batch['completionMode'] == 'Indexed'
+    (container,) = batch['template']['spec']['containers']
+    assert container['resources']['limits'] == {'google.com/tpu': slice_.chips}
+    words = [a.replace('$(POD_IP)', '10.0.0.1') for a in container['args']]
+    found.append(accepted(words))
+  one, two = found
+  for pod in range(slice_.hosts):
+    # Every pod has an address of its own, and decode knows all their names.
+    assert one.of(pod, slice_.hosts).listen == '10.0.0.1:7000'
+    name = two.of(pod, slice_.hosts).connect
+    assert name == f'lynx-prefill-0-{pod}.lynx:7000'
 
 
 def test_records_go_to_a_claim(capsys):

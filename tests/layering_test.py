@@ -29,7 +29,7 @@ LAYERS = (
   ('transport',),
   ('wire', 'sender', 'handshake'),
   ('agreed_prefill', 'lockstep'),
-  ('prefill_server', 'remote_prefill'),
+  ('prefill_server', 'session', 'remote_prefill'),
   ('memory',),
   ('speculative',),
   ('engine',),

@@ -5,6 +5,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from experiments import cli, main, results
+from experiments import cli, main, options, results, sides
+from lynx_jax.config import ConfigError
+from lynx_jax.transport import control
 
 ROOT = pathlib.Path(__file__).parents[1]
 COMMAND = [sys.executable, '-m', 'experiments.main']
@@ -51,6 +54,7 @@ def _programs_of_these_tests(tmp_path_factory):
     (['--role=decode'], '--role=decode needs --connect=ADDRESS:PORT'),
     (['--role=local', '--listen=127.0.0.1:0'], 'local takes no --listen'),
     (['--listen=127.0.0.1:0'], '--listen needs a --role'),
+    (['--process=0'], '--process needs a --role'),
     (['--role=prefill', '--listen=7000'], "'7000' must be ADDRESS:PORT"),
     (['--role=prefill', '--listen=0.0.0.0:0'], 'every interface'),
     (['--role=local', '--key=/no/such'], "'/no/such': No such file"),
@@ -74,6 +78,80 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, flags, message):
   assert error.startswith('error: ')
   assert error.count('\n') == 1, error
   assert message in error
+
+
+PREFILL = {'role': options.Role.PREFILL, 'listen': '127.0.0.1:0'}
+DECODE = {'role': options.Role.DECODE, 'connect': '127.0.0.1:1,127.0.0.1:2'}
+
+
+def _one_of(number: int, count: int, **more) -> dict:
+  coordinator = f'127.0.0.1:{_unused_port()}'
+  return more | {
+    'coordinator': coordinator,
+    'processes': count,
+    'process': number,
+    'start_s': 1,
+  }
+
+
+def _unused_port() -> int:
+  with socket.create_server(('127.0.0.1', 0)) as free:
+    return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+  'given, message',
+  [
+    (_one_of(2, 2, **PREFILL), r'--process=2 must be in 0\.\.1'),
+    (_one_of(-1, 2, **PREFILL), r'--process=-1 must be in 0\.\.1'),
+    (_one_of(0, 0, **PREFILL), '--processes=0 must be positive'),
+    (PREFILL | {'processes': 2}, 'go together'),
+    (PREFILL | {'process': 0}, 'go together'),
+    (_one_of(0, 2, **PREFILL) | {'distributed': True}, 'leave them out'),
+    (PREFILL | {'distributed': True, 'start_s': 0}, '--start_s=0 must be'),
+    ({'role': options.Role.LOCAL, 'distributed': True}, 'one process a side'),
+    (DECODE, 'has 2 addresses, but this side has 1 processes'),
+    (_one_of(0, 3, **DECODE), 'has 2 addresses, but this side has 3 processes'),
+    (_one_of(0, 2, **PREFILL | {'listen': '10.0.0.1:0,0.0.0.0:0'}), 'every'),
+  ],
+)
+def test_processes_that_do_not_fit(given, message):
+  def read() -> None:
+    one = options.Options(**given)
+    one.of(one.process or 0, one.processes or 1)
+
+  with pytest.raises(ConfigError, match=message):
+    read()
+
+
+@pytest.mark.parametrize(
+  'given, error, message',
+  [
+    (_one_of(1, 2, **DECODE), control.PeerLost, 'no process 0 at'),
+    (
+      _one_of(0, 2, **DECODE) | {'coordinator': '192.0.2.1:7000'},
+      ConfigError,
+      '192.0.2.1:7000 cannot be bound',
+    ),
+    (_one_of(0, 3, **PREFILL), ConfigError, 'prefill_mesh=4 cannot be shared'),
+    (PREFILL | {'distributed': True}, ConfigError, 'finds no TPU pod'),
+  ],
+)
+def test_processes_that_do_not_come_together(given, error, message):
+  """It shows before JAX is asked, whose own waits are longer."""
+  with (
+    pytest.raises(error, match=message),
+    sides.joined(options.Options(**given), 4, lambda count: None),
+  ):
+    pass
+
+
+def test_process_0_needs_a_workdir(monkeypatch, capsys):
+  monkeypatch.chdir(ROOT)
+  flags = _one_of(0, 2, connect='127.0.0.1:1,127.0.0.1:2')
+  argv = [f'--{name}={value}' for name, value in flags.items()]
+  assert main.main(['main', *SMALL, '--role=decode', *argv]) == cli.USER_MISTAKE
+  assert '--workdir is missing' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

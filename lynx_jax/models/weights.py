@@ -239,8 +239,13 @@ def with_constants(
   for path, leaf in flat:
     value = arrays.get(path)
     if value is None:
-      constants = transformer.layer_constants(config, path[1])
-      value = jax.device_put(constants[path[-1]], where(path))
+      constant = transformer.layer_constants(config, path[1])[path[-1]]
+      place = where(path)
+      if isinstance(place, jax.sharding.Sharding):
+        # Unlike `device_put` it asks no other process whether that has it too.
+        value = mesh_lib.put(constant, place)
+      else:
+        value = jax.device_put(constant, place)
     leaves.append((path, leaf.replace(value)))
   return leaves
 

@@ -2,16 +2,18 @@
 """What the processes of one side tell each other: a star around process 0.
 
 It knows no request and no array. The processes of a side are one
-`jax.distributed` job: a side dies as a whole, and `jax.distributed` sees to it
-that none of its processes outlives a dead or silent one. Sides are jobs of
-their own.
+`jax.distributed` job: a side dies as a whole. Whoever ends says why, if it
+still can; `watch` tells of those that cannot, and `jax.distributed` of those
+that are silent. Sides are jobs of their own.
 """
 
 import contextlib
 import os
 import secrets
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from typing import Any
@@ -25,6 +27,14 @@ from lynx_jax.programs import Read, fetch
 from lynx_jax.transport import control
 
 _SECRET_BYTES = 32
+_SPREAD_BYTES = 128  # what process 0 says of itself
+_FAREWELL = b'\xc1'  # no msgpack value begins like this
+_LONGEST_REASON = 1000  # bytes
+_REASON_S = 0.5  # in which a reader may come upon a farewell
+
+
+class Ended(control.PeerLost):
+  """A process of this side has ended because it was told to."""
 
 
 class Exchange:
@@ -38,8 +48,13 @@ class Exchange:
   """
 
   def __init__(self, links: Sequence[connection.Connection], process: int):
-    self._links, self.process = tuple(links), process
+    self.process = process
+    first = 1 if self.leads else 0
+    self._links = dict(enumerate(links, first))
     self._sending = threading.Lock()
+    self._closed = False
+    self._lost: Callable[[Exception], None] = lambda error: None
+    self._reported = threading.Lock()  # held once somebody has
 
   @property
   def leads(self) -> bool:
@@ -55,8 +70,9 @@ class Exchange:
       PeerLost: a process is gone.
     """
     if not self.leads:
-      self.tell(value)
-      return [*self._hear(self._links[0])]
+      with contextlib.suppress(control.PeerLost):  # it may have said why
+        self.tell(value)
+      return [*self._hear(0)]
     told = [_unpacked(_packed(value)), *map(self._hear, self._links)]
     self.tell(told)
     return told
@@ -68,13 +84,12 @@ class Exchange:
       PeerLost: it is gone.
     """
     data = _packed(value)
-    links = self._links if process is None else self._links[process - 1 :][:1]
     with self._sending:
-      for link in links:
+      for number in self._links if process is None else [process]:
         try:
-          link.send_bytes(data)
+          self._links[number].send_bytes(data)
         except OSError as error:
-          raise control.PeerLost(f'a process of this side: {error}') from error
+          raise _gone(number, error) from error
 
   def follow(
     self, heard: Callable[[int, Any], None], lost: Callable[[Exception], None]
@@ -83,36 +98,79 @@ class Exchange:
 
     It is called from a thread a link; `lost` once a link has broken.
     """
-    first = 1 if self.leads else 0
-    for process, link in enumerate(self._links, first):
+    for process in self._links:
       threading.Thread(
         target=self._follow,
-        args=(process, link, heard, lost),
+        args=(process, heard, lost),
         name=f'lynx-process-{process}',
         daemon=True,
       ).start()
 
+  def watch(self, lost: Callable[[Exception], None]) -> None:
+    """Calls `lost` once a process is gone, whatever this one is doing; returns.
+
+    Its argument is an `Ended`, or a `PeerLost` that says why, if anybody has
+    read that. It is called once, in the thread that has found out.
+    """
+    self._lost = lost
+    threading.Thread(target=self._watch, name='lynx-watch', daemon=True).start()
+
+  def leave(self, reason: str = '') -> None:
+    """Tells the others why this process ends, and breaks all links.
+
+    Args:
+      reason: what went wrong; '' is that it was told to end.
+    """
+    if not self._closed:
+      self._closed = True
+      # Whoever holds it may be stuck, and half a message of its own is sent.
+      if self._sending.acquire(timeout=_REASON_S):
+        for link in self._links.values():
+          with contextlib.suppress(OSError):
+            link.send_bytes(_FAREWELL + reason.encode()[:_LONGEST_REASON])
+        self._sending.release()
+    self.close()
+
   def close(self) -> None:
     """Breaks all links; may be called twice."""
-    for link in self._links:
+    self._closed = True
+    for link in self._links.values():
       # Whoever reads from it finds its end, on either side.
       with _socket(link) as same, contextlib.suppress(OSError):
         same.shutdown(socket.SHUT_RDWR)
 
-  def _follow(self, process, link, heard, lost) -> None:
+  def _follow(self, process, heard, lost) -> None:
     try:
       while True:
-        heard(process, self._hear(link))
+        heard(process, self._hear(process))
     except control.PeerLost as error:
       lost(error)
 
-  def _hear(self, link: connection.Connection) -> Any:
+  def _watch(self) -> None:
+    poll = select.poll()
+    numbers = {link.fileno(): number for number, link in self._links.items()}
+    for descriptor in numbers:
+      poll.register(descriptor, select.POLLRDHUP)
+    (descriptor, _), *_ = poll.poll()
+    time.sleep(_REASON_S)
+    self._report(_gone(numbers[descriptor]))
+
+  def _report(self, error: Exception) -> None:
+    if not self._closed and self._reported.acquire(blocking=False):
+      self._lost(error)
+
+  def _hear(self, process: int) -> Any:
     try:
-      return _unpacked(link.recv_bytes(control.messages.MAX_BYTES))
-    except (OSError, EOFError) as error:
-      raise control.PeerLost(
-        f'a process of this side is gone: {error or type(error).__name__}'
-      ) from error
+      data = self._links[process].recv_bytes(control.messages.MAX_BYTES)
+      if not data.startswith(_FAREWELL):
+        return _unpacked(data)
+      reason = data.removeprefix(_FAREWELL).decode(errors='replace')
+      text = f'process {process} of this side has ended'
+      error = control.PeerLost(f'{text}: {reason}') if reason else Ended(text)
+    except (OSError, EOFError) as found:
+      error = _gone(process, found)
+    self._report(error)
+    raise error
 
 
 def join(host: str) -> Exchange | None:
@@ -121,28 +179,37 @@ def join(host: str) -> Exchange | None:
   All must call it.
 
   Args:
-    host: numeric address of process 0, where it listens for the others.
+    host: own numeric address; that of process 0 is where it listens.
   """
   process, processes = jax.process_index(), jax.process_count()
   if processes == 1:
     return None
-  own = np.zeros(2 + _SECRET_BYTES, np.uint8)
-  family = 'AF_INET6' if ':' in host else 'AF_INET'
+  own = np.zeros(_SPREAD_BYTES, np.uint8)
   if process == 0:
     secret = secrets.token_bytes(_SECRET_BYTES)
-    listener = connection.Listener((host, 0), family, processes, secret)
-    own[:] = [*listener.address[1].to_bytes(2, 'big'), *secret]
+    listener = connection.Listener((host, 0), _family(host), processes, secret)
+    data = _packed((host, listener.address[1], secret))
+    own[: len(data)], own[-1] = [*data], len(data)
   told = fetch(multihost_utils.broadcast_one_to_all(own), Read.TRANSFER)
-  shared = told.astype(np.uint8).tobytes()
   if process:
-    port, secret = int.from_bytes(shared[:2], 'big'), shared[2:]
-    link = _prompt(connection.Client((host, port), family, secret))
+    shared = told.astype(np.uint8).tobytes()
+    host, port, secret = _unpacked(shared[: shared[-1]])
+    link = _prompt(connection.Client((host, port), _family(host), secret))
     link.send_bytes(_packed(process))
     return Exchange([link], process)
   with listener:
     found = [_prompt(listener.accept()) for _ in range(processes - 1)]
   links = {_unpacked(link.recv_bytes()): link for link in found}
   return Exchange([links[i] for i in range(1, processes)], process)
+
+
+def _family(host: str) -> str:
+  return 'AF_INET6' if ':' in host else 'AF_INET'
+
+
+def _gone(process: int, error: Exception | None = None) -> control.PeerLost:
+  cause = f': {error}' if str(error or '') else ''
+  return control.PeerLost(f'process {process} of this side is gone{cause}')
 
 
 def _prompt(link: connection.Connection) -> connection.Connection:
