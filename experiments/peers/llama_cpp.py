@@ -3,9 +3,9 @@
 
 The GGUF is rewritten with its weights in float32: kernels of quantised weights
 quantise activations as well. Prefill itself reads the cache that it writes, and
-so do forced tokens, one by one: KL has the error of both. Quantised values need
-the fused attention, which computes in float16 whatever the cache holds; the
-reference, with the cache in float32, takes the other one.
+so do forced tokens, one by one: KL has the error of both. Attention is the
+fused one, which quantised values need; it computes in float16 even where the
+cache, as for the reference, is in float32, so that `llama_f16` equals it.
 
 A request brings the log-probabilities of the next token alone, of the 4,096
 most likely ones; `exchange.score` says what becomes of the others.
@@ -68,10 +68,9 @@ def _serve(
   params.model.path = str(file)
   params.n_ctx, params.n_parallel = tokens, 1
   params.warmup, params.ui, params.verbosity = False, False, 0
-  fused = 'DISABLED' if kind == _REFERENCE else 'ENABLED'
-  params.flash_attn_type = xllamacpp.llama_flash_attn_type[
-    f'LLAMA_FLASH_ATTN_TYPE_{fused}'
-  ]
+  params.flash_attn_type = (
+    xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+  )
   stored = xllamacpp.ggml_type[f'GGML_TYPE_{kind}']
   params.cache_type_k = params.cache_type_v = stored
   server = xllamacpp.Server(params)
