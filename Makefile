@@ -7,7 +7,7 @@
 #   make equivalence-study  24 prompts on which output must be equal
 #   make ablation  24 cells on a real model, one change each (25 minutes)
 #   make fidelity  how far each scheme's output is from bf16's (15 minutes)
-#   make peers     published codes beside ours, by their formulas (10 minutes)
+#   make peers     other KV caches beside ours: formulas, and their own code
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
 #   make pod-compile  the programs of 8B and 70B models for slices of TPU chips
 #   make notebook  executes experiments/lynx_colab.ipynb (2 minutes)
@@ -41,6 +41,8 @@ export JAX_PLATFORMS ?= cpu
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-deps --require-hashes
+PEERS_PIP = .venv-peers/bin/python -m pip --disable-pip-version-check install \
+  --quiet $(PEERS_PIP_ARGS)
 STAMPS := .venv/stamps
 
 DEMO_DIR ?= runs/demo
@@ -51,6 +53,7 @@ ABLATION ?= configs/ablation.py
 ABLATION_DIR ?= runs/ablation
 ABLATION_ARGS ?=
 PEERS_DIR ?= runs/peers
+PEERS_PIP_ARGS ?=
 FIDELITY_DIR ?= runs/fidelity
 TRANSPORT_DIR ?= runs/transport
 NOTEBOOK_DIR ?= runs/notebook
@@ -87,9 +90,23 @@ fidelity: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/fidelity.py \
 	  --workdir='$(FIDELITY_DIR)'
 
+# Peers that run their own code have an environment of their own, of 1.3 GB with
+# torch for CPUs; what pip finds decides which build that is. A wheel or an index
+# can be named: PEERS_PIP_ARGS='--extra-index-url URL' or '--find-links FOLDER'.
 peers: $(STAMPS)/run
+	@$(MAKE) .venv-peers/installed || echo 'The peers that run their own code' \
+	  'could not be installed; the table will name them as not run.' >&2
 	$(RUN) -m experiments.main --config=configs/peers.py \
 	  --workdir='$(PEERS_DIR)'
+
+HQQ := hqq==0.2.8.post1
+.venv-peers/installed: requirements-peers.txt Makefile
+	@echo 'installing requirements-peers.txt into .venv-peers'
+	@$(RUN) -m venv --clear .venv-peers
+	@$(PEERS_PIP) -r requirements-peers.txt
+	@DISABLE_CUDA=1 $(PEERS_PIP) --no-deps $(HQQ) || echo 'error:' \
+	  '$(HQQ) could not be built from source; it will not run.' >&2
+	@touch $@
 
 transport-study: $(STAMPS)/run
 	$(RUN) -m experiments.transport_study --workdir='$(TRANSPORT_DIR)'
@@ -122,7 +139,8 @@ setup: $(STAMPS)/run
 setup-test: $(STAMPS)/test
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-peers build dist
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installing is retried once: a registry that times out is no reason to start

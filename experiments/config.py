@@ -17,6 +17,7 @@ import ml_collections
 from ml_collections import config_dict
 
 from experiments import peer_formulas, synthetic
+from experiments.peers import caches as peer_caches
 from lynx_jax import config
 from lynx_jax.config import (
   CodecConfig,
@@ -247,8 +248,11 @@ def base() -> ml_collections.ConfigDict:
       'fidelity': {
         # Of PARTS, with commas between.
         'parts': 'forced,free,acceptance,tasks',
-        # Published codes to compare with, of peer_formulas.FORMULAS.
+        # Codes of others to compare with: formulas, of peer_formulas.FORMULAS,
+        # and caches run by their own code, of peers/caches.py, in a Python
+        # that has their packages (`make peers` makes it).
         'peers': '',
+        'peers_python': '.venv-peers/bin/python',
         # Prompts side by side; each reading of them is in float32.
         'slots': 3,
         # Tokens of the prompts' own text that every scheme is forced on.
@@ -587,7 +591,8 @@ class Fidelity:
 
   Attributes:
     parts: of PARTS.
-    peers: of `peer_formulas.FORMULAS`.
+    peers: of `peer_formulas.FORMULAS` and `peer_caches.NAMES`.
+    peers_python: interpreter that runs the latter.
     slots: prompts side by side.
     forced_tokens, free_tokens: of every shipped prompt.
     tasks: of the synthetic ones.
@@ -600,6 +605,7 @@ class Fidelity:
 
   parts: tuple[str, ...]
   peers: tuple[str, ...]
+  peers_python: str
   slots: int
   forced_tokens: int
   free_tokens: int
@@ -611,6 +617,16 @@ class Fidelity:
   longbench_config: str
   ruler: str
   most_lines: int
+
+  @property
+  def formulas(self) -> tuple[str, ...]:
+    """Peers that our own program reads."""
+    return tuple(p for p in self.peers if p in peer_formulas.FORMULAS)
+
+  @property
+  def caches(self) -> tuple[str, ...]:
+    """Peers that run their own code."""
+    return tuple(p for p in self.peers if p in peer_caches.NAMES)
 
   def __post_init__(self):
     for name, least in (
@@ -1070,7 +1086,11 @@ def _fidelity(values: ml_collections.ConfigDict) -> Fidelity:
     | {
       'parts': _names('fidelity.parts', values.parts, PARTS),
       'peers': (
-        _names('fidelity.peers', values.peers, peer_formulas.FORMULAS)
+        _names(
+          'fidelity.peers',
+          values.peers,
+          (*peer_formulas.FORMULAS, *peer_caches.NAMES),
+        )
         if values.peers
         else ()
       ),

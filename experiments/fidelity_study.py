@@ -19,6 +19,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,6 @@ from experiments import (
   config,
   display,
   forcing,
-  peer_formulas,
   prompts,
   questions,
   readings,
@@ -42,10 +42,12 @@ from experiments import (
   summaries,
   synthetic,
 )
+from experiments.peers import comparison, exchange, processes
 from experiments.questions import Question
 from experiments.readings import ANCHOR, REFERENCE, Reading
-from lynx_jax import sampling, timeline
+from lynx_jax import sampling
 from lynx_jax.config import CodecConfig, check_together, require
+from lynx_jax.models import weights
 from lynx_jax.prefill import Prefill
 from lynx_jax.programs import fetch, program
 from lynx_jax.shapes import Array, Bool, Float32, Int32
@@ -84,7 +86,13 @@ def run(
     settings.acceptance_tokens > 1 or 'acceptance' not in study.parts,
     f'acceptance.output_tokens={settings.acceptance_tokens} must be 2 or more',
   )
+  require(
+    'forced' in study.parts or not study.caches,
+    f'fidelity.peers has {", ".join(study.caches)}: fidelity.parts must have '
+    "'forced'",
+  )
   readings.names(settings.schemes)  # a mistake shows before anything runs
+  gguf = _gguf(settings) if study.caches else ''
   asked = {
     part: [*source(study)]
     for part, source in _FILES.items()
@@ -112,6 +120,8 @@ def run(
   bench = _Bench(settings, model, writer, screen)
   if chosen := set(_OF_TEXTS) & set(study.parts):
     _measure_texts(bench, chosen)
+  if study.caches:
+    caches = _measure_caches(bench, gguf)
   for part in ('tasks', *_BENCHMARKS):
     if part in asked:
       _ask(bench, part, asked[part])
@@ -119,10 +129,16 @@ def run(
   for record in figures_of(records, settings.acceptance_drafts):
     writer.write(record)
   if study.peers:
-    for record in projected(records, settings.link.share):
-      writer.write(record)
-    for line in verdicts(records):
-      screen.note(line)
+    said: list[Record] = [*comparison.projected(records, settings.link.share)]
+    if study.caches:
+      said.append(results.peers_record(caches.not_run, caches.versions))
+    for line in said:
+      writer.write(line)
+    for title, header, rows in comparison.tables([*records, *said]):
+      # Who is beaten by whom is told in lines below.
+      screen.grid(title, header[:-1], [row[:-1] for row in rows])
+    for words in (*comparison.verdicts(records), *comparison.notes(said)):
+      screen.note(words)
   screen.note(bench.limits)
   screen.note(f'records: {writer.path}')
 
@@ -164,8 +180,10 @@ class _Bench:
   def __init__(self, settings, model, writer, screen):
     self.settings, self.model = settings, model
     self.screen, self._writer = screen, writer
-    self.names = readings.names(settings.schemes, settings.fidelity.peers)
+    self.names = readings.names(settings.schemes, settings.fidelity.formulas)
     self.limits = _limits(model, settings)
+    dims = model.config
+    self._values_a_token = 2 * dims.layers * dims.kv_heads * dims.head_dim
     self._version = _version(settings)
     self._environment = results.environment()
     self._known = {
@@ -262,7 +280,7 @@ class _Bench:
       texts,
       self.settings.schemes,
       self.settings.engine,
-      self.settings.fidelity.peers,
+      self.settings.fidelity.formulas,
     ):
       with self.screen.step(f'  {reading.name}'):
         yield reading
@@ -313,6 +331,7 @@ class _Bench:
         'length': asked.length if asked else None,
         'depth': asked.depth if asked else None,
         'bits': bits,
+        'wire_bytes': bits * len(prompt.ids) * self._values_a_token / 8,
         'cache_equal_to': reading.same_as,
         'figures': figures,
       },
@@ -503,6 +522,59 @@ def _agreeing(one: Sequence[int], other: Sequence[int]) -> int:
   )
 
 
+# --- Caches of others ---------------------------------------------------------
+
+
+def _gguf(settings: config.Settings) -> str:
+  """Returns the file that others can load as well.
+
+  Raises:
+    ConfigError: the model is none.
+    WeightsError: the package with its file is not installed.
+  """
+  if settings.model_path == 'smollm2':
+    return str(weights.find_packaged_gguf())
+  file = pathlib.Path(settings.model_path)
+  require(
+    file.suffix == '.gguf' and file.is_file(),
+    f'model.path={settings.model_path!r} must be a GGUF on this machine for '
+    f'{", ".join(settings.fidelity.caches)}; or leave them out of '
+    'fidelity.peers',
+  )
+  return str(file.absolute())
+
+
+def _measure_caches(bench: _Bench, gguf: str) -> exchange.Findings:
+  """Lets others read the shipped prompts by their own code."""
+  study = bench.settings.fidelity
+  found = [*_texts(bench.settings, bench.model.tokenizer)]
+  names = [n for n in study.caches if bench.missing('forced', found, [n])]
+  title = ', '.join(names) or 'no peer anew'
+  with bench.screen.step(f'running {title}'):
+    findings = processes.run(
+      study.peers_python,
+      gguf,
+      names,
+      [exchange.Prompt(ids=[*p.ids], following=[*p.following]) for p in found],
+    )
+  for name, of in findings.found.items():
+    for prompt, finding in zip(found, of, strict=True):
+      figures = dict(finding.figures)
+      if finding.coding_s is not None:
+        figures[comparison.CODING] = finding.coding_s / finding.prefill_s
+      reading = Reading(name, readings.PEER, (), (finding.bits,), None)
+      bench.write(
+        'forced',
+        prompt,
+        reading,
+        0,
+        figures,
+        prefill_s=finding.prefill_s,
+        split_s=finding.coding_s,
+      )
+  return findings
+
+
 # --- Questions ----------------------------------------------------------------
 
 
@@ -610,6 +682,11 @@ def draw(records: Sequence[Mapping[str, Any]]) -> list[Any]:
     return fidelity.draw(traces, drawing.styles_of(traces))
 
 
+def tables(records: Sequence[Mapping[str, Any]]) -> list[Any]:
+  """Returns the comparison with peers, if there were any."""
+  return comparison.tables(records)
+
+
 def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns what readings are, and what the figures can and cannot show."""
   limits = dict.fromkeys(
@@ -622,6 +699,7 @@ def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
     'Anchor alone, lynx all planes. Where a reading equals another one bit by '
     'bit, so does its output, and it was not run again.',
     *limits,
+    *comparison.notes(records),
   ]
 
 
@@ -701,88 +779,13 @@ def _acceptance(
       )
 
 
-def projected(
-  records: Sequence[Mapping[str, Any]], share: float
-) -> Iterator[Record]:
-  """Yields TTFT of a serial transfer over that of INT8, from bytes alone.
-
-  It is `timeline.bound` in units of INT8's TTFT, of which the transfer is
-  `share` and prefill with a decode step the rest: no code takes time itself.
-
-  Args:
-    records: of requests.
-    share: of the transfer.
-  """
-  bits: dict[str, dict[str, float]] = {}
-  for record in records:
-    if record['fidelity']['part'] == 'forced':
-      of = bits.setdefault(record['scheme'], {})
-      of[record['prompt']] = record['fidelity']['bits']
-  int8 = bits.get('int8', {})
-  for reading, of in bits.items():
-    ratios = [
-      timeline.bound(
-        [(0.0, round(1e6 * own))],
-        rate_gbps=8e-3 * int8[prompt] / share,
-        rtt_ms=0.0,
-        step_s=1 - share,
-      )
-      for prompt, own in of.items()
-      if prompt in int8
-    ]
-    if ratios:
-      yield results.summary_record(
-        f'ttft_over_int8_{reading}',
-        statistics.fmean(ratios),
-        '',
-        len(ratios),
-        *summaries.interval(ratios, of=statistics.fmean),
-        label='projected',
-      )
-
-
-def verdicts(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-  """Yields a line a peer: which of our readings beat it, if any does.
-
-  One that takes no more bits and has no more KL, both as means over prompts.
-  """
-  found: dict[str, list[tuple[float, float]]] = {}
-  for record in records:
-    if record['fidelity']['part'] == 'forced':
-      own = record['fidelity']
-      found.setdefault(record['scheme'], []).append(
-        (own['bits'], own['figures']['kl'])
-      )
-  means = {
-    name: tuple(map(statistics.fmean, zip(*values, strict=True)))
-    for name, values in found.items()
-  }
-
-  def words(name: str) -> str:
-    return f'{name} ({means[name][0]:.2f} bits, KL {means[name][1]:.2g})'
-
-  for name in means:
-    if name not in peer_formulas.FORMULAS:
-      continue
-    better = [
-      other
-      for other, (bits, kl) in means.items()
-      if other not in peer_formulas.FORMULAS
-      and bits <= means[name][0]
-      and kl <= means[name][1]
-    ]
-    if better:
-      yield f'{words(name)} is beaten by {", ".join(map(words, better))}'
-    else:
-      yield f'{words(name)} WINS: none of ours has no more bits and no more KL'
-
-
 def _version(settings: config.Settings) -> str:
   """Returns a hash of what a figure may depend on; prompts have their own."""
   study = dataclasses.replace(
     settings.fidelity,
     parts=(),
     peers=(),
+    peers_python='',
     tasks=(),
     lengths=(1,),
     depths=(0.0,),

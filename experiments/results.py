@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lynx_jax.timeline import Event
@@ -19,6 +19,7 @@ from lynx_jax.timeline import Event
 FILE = 'results.jsonl'
 CODEC, EQUIVALENCE = 'codec', 'equivalence'  # names of `event`s
 FIDELITY = 'fidelity'
+PEERS = 'peers'
 CELL, ROWS = 'cell', 'rows'  # of an ablation
 
 # Of a `request` record. Times are seconds since the request's arrival on one
@@ -233,6 +234,18 @@ def fidelity_record(version: str, limits: str) -> dict[str, Any]:
     limits: what the figures can and cannot show.
   """
   return _moment(FIDELITY, None, {'version': version, 'limits': limits})
+
+
+def peers_record(
+  not_run: Mapping[str, str], versions: Mapping[str, str]
+) -> dict[str, Any]:
+  """Builds the `event` record of what peers ran by their own code.
+
+  Args:
+    not_run: by peer, why it did not.
+    versions: of the packages that ran.
+  """
+  return _moment(PEERS, None, {'not_run': not_run, 'versions': versions})
 
 
 def _moment(name: str, request: Any, detail: dict[str, Any]) -> dict[str, Any]:

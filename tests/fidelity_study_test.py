@@ -179,36 +179,6 @@ def test_a_peer_reads_what_its_formula_gives():
   np.testing.assert_allclose(found.bits, bits / np.array(LENGTHS) / values)
 
 
-def _forced(scheme, bits, kl, prompt='book'):
-  found = {'part': 'forced', 'bits': bits, 'figures': {'kl': kl}}
-  return {'scheme': scheme, 'prompt': prompt, 'fidelity': found}
-
-
-def test_a_peer_wins_where_nothing_of_ours_beats_it():
-  records = [
-    _forced('int8', 8.5, 1e-4),
-    _forced('lynx_anchor', 4.6, 2e-3),
-    _forced('kivi4_oracle', 5.4, 3e-3),
-    _forced('quantspec', 8.0, 1e-4),
-  ]
-  lost, won = fidelity_study.verdicts(records)
-  assert lost.startswith('kivi4_oracle (5.40 bits, KL 0.003) is beaten by')
-  assert won.startswith('quantspec (8.00 bits, KL 0.0001) WINS')
-
-
-def test_projected_ttft_is_that_of_the_definition():
-  records = [
-    _forced(scheme, bits, 0.0, prompt)
-    for prompt in 'abc'
-    for scheme, bits in (('int8', 8.0), ('kivi4_oracle', 4.0), ('bf16', 16.0))
-  ]
-  found = {r['name']: r for r in fidelity_study.projected(records, 0.6)}
-  assert found['ttft_over_int8_int8']['value'] == pytest.approx(1.0)
-  assert found['ttft_over_int8_kivi4_oracle']['value'] == pytest.approx(0.7)
-  assert found['ttft_over_int8_bf16']['value'] == pytest.approx(1.6)
-  assert {r['label'] for r in found.values()} == {'projected'}
-
-
 # --- The study ----------------------------------------------------------------
 
 

@@ -125,7 +125,9 @@ def _draw_rows(
 
 
 def _forced(traces: Sequence[Trace], styles: Mapping[str, Style]) -> Drawing:
-  figure = Figure((drawing.WIDTH_IN, 2.3), layout='constrained')
+  count = len({trace['scheme'] for trace in traces})
+  height = max(2.3, 0.7 + 0.13 * count)
+  figure = Figure((drawing.WIDTH_IN, height), layout='constrained')
   grid = figure.subplots(1, 3, sharey=True)
   table: list[tuple[str, ...]] = []
   for axes, name, title, digits in zip(

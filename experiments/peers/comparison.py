@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds peers against our readings: sizes, divergence, time, and who wins.
+
+It runs nothing: pure functions of the records of a fidelity study. All of them
+were forced on the same tokens of the same prompts with the same weights. KL of
+our readings and of formulas is from bf16 KV, in our program; that of a peer's
+own code from its KV in float32, in its own program.
+"""
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from experiments import peer_formulas, readings, results, summaries
+from lynx_jax import timeline
+
+Record = Mapping[str, Any]
+
+CODING = 'coding_over_prefill'  # a figure of those who run their own code
+_TTFT = 'ttft_over_int8_'  # begins the name of a summary
+_HEADER = (
+  'cache', 'run by', 'bits', 'MB', 'KL', 'agreement', 'coding', 'TTFT',
+  'beaten by',
+)  # fmt: skip
+_CAPTION = (
+  'Peers beside our readings, means over prompts: bits a value, MB a prompt, '
+  'KL in nats, coding over prefill, TTFT over INT8 (projected)'
+)
+
+
+def projected(
+  records: Sequence[Record], share: float
+) -> Iterator[dict[str, Any]]:
+  """Yields TTFT of a serial transfer over that of INT8.
+
+  It is `timeline.bound` in units of INT8's TTFT, of which the transfer is
+  `share` and prefill with a decode step the rest. Bytes are those of the code;
+  a peer's own code begins its transfer so much later as it took to quantise,
+  measured over its own prefill. Other codes take no time beside INT8's.
+
+  Args:
+    records: of requests.
+    share: of the transfer.
+  """
+  sizes: dict[str, dict[str, tuple[float, float]]] = {}
+  for record in _forced(records):
+    found = record['fidelity']
+    coding = found['figures'].get(CODING, 0.0)
+    of = sizes.setdefault(record['scheme'], {})
+    of[record['prompt']] = found['bits'], coding
+  int8 = sizes.get('int8', {})
+  for reading, of in sizes.items():
+    ratios = [
+      timeline.bound(
+        [((1 - share) * coding, round(1e6 * bits))],
+        rate_gbps=8e-3 * int8[prompt][0] / share,
+        rtt_ms=0.0,
+        step_s=1 - share,
+      )
+      for prompt, (bits, coding) in of.items()
+      if prompt in int8
+    ]
+    if ratios:
+      yield results.summary_record(
+        f'{_TTFT}{reading}',
+        statistics.fmean(ratios),
+        '',
+        len(ratios),
+        *summaries.interval(ratios, of=statistics.fmean),
+        label='projected',
+      )
+
+
+def verdicts(records: Sequence[Record]) -> Iterator[str]:
+  """Yields a line a peer: which of our readings beat it, if any does."""
+  means = _means(records)
+
+  def words(name: str) -> str:
+    bits, kl = means[name]
+    return f'{name} ({bits:.2f} bits, KL {kl:.2g})'
+
+  for name, better in _better(records).items():
+    if better:
+      yield f'{words(name)} is beaten by {", ".join(map(words, better))}'
+    else:
+      yield f'{words(name)} WINS: none of ours has no more bits and no more KL'
+
+
+def tables(
+  records: Sequence[Record],
+) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+  """Returns (caption, header, rows) of the comparison; empty without peers.
+
+  Args:
+    records: of requests, with the summaries of `projected` and the events that
+      tell which peers did not run.
+  """
+  better = _better(records)
+  not_run = _not_run(records)
+  ttft = {
+    record['name'].removeprefix(_TTFT): record['value']
+    for record in records
+    if (record.get('name') or '').startswith(_TTFT)
+  }
+  if not better and not not_run:
+    return []
+  rows: list[tuple[str, ...]] = []
+  for name, (bits, kl) in _means(records).items():
+    own = [r for r in _forced(records) if r['scheme'] == name]
+    found = [r['fidelity'] for r in own]
+    beaten = ''
+    if name in better:
+      beaten = ', '.join(better[name]) or 'none: it wins'
+    rows.append(
+      (
+        name,
+        _run_by(name, own[0]),
+        f'{bits:.2f}',
+        _mean([f.get('wire_bytes') for f in found], '.2f', 1e-6),
+        f'{kl:.2g}',
+        _mean([f['figures']['agreement'] for f in found], '.3f'),
+        _mean([f['figures'].get(CODING) for f in found], '.3f'),
+        _mean([ttft.get(name)], '.3f'),
+        beaten,
+      )
+    )
+  rows += [
+    (name, 'not run', *('–',) * (len(_HEADER) - 3), '') for name in not_run
+  ]
+  return [(_CAPTION, _HEADER, rows)]
+
+
+def notes(records: Sequence[Record]) -> Iterator[str]:
+  """Yields what a reader must know of peers, and which did not run."""
+  ran: dict[str, str] = {}
+  for record in records:
+    if record.get('name') == results.PEERS:
+      ran |= record['detail']['versions']
+  if ran:
+    packages = ', '.join(f'{name} {version}' for name, version in ran.items())
+    yield (
+      'Peers that ran their own code are held against themselves with KV in '
+      f'float32, on the same weights and token ids ({packages}).'
+    )
+  for name, why in _not_run(records).items():
+    yield f'{name} did not run: {why}'
+
+
+def _not_run(records: Iterable[Record]) -> dict[str, str]:
+  """Returns why peers did not run, by name, as the last run has it."""
+  found: dict[str, str] = {}
+  for record in records:
+    if record.get('name') == results.PEERS:
+      found = record['detail']['not_run']
+  return found
+
+
+def _run_by(name: str, record: Record) -> str:
+  if record['target'] != readings.PEER:
+    return 'us'
+  return 'formula' if name in peer_formulas.FORMULAS else 'own code'
+
+
+def _mean(values: Sequence[float | None], form: str, unit: float = 1.0) -> str:
+  """Returns a mean as tables have it; what is not known is a dash."""
+  known = [value for value in values if value is not None]
+  if len(known) < len(values):
+    return '–'
+  return format(statistics.fmean(known) * unit, form)
+
+
+def _forced(records: Iterable[Record]) -> Iterator[Record]:
+  for record in records:
+    if (record.get('fidelity') or {}).get('part') == 'forced':
+      yield record
+
+
+def _means(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
+  """Returns bits and KL of every reading, as means over prompts."""
+  found: dict[str, list[tuple[float, float]]] = {}
+  for record in _forced(records):
+    own = record['fidelity']
+    found.setdefault(record['scheme'], []).append(
+      (own['bits'], own['figures']['kl'])
+    )
+  return {
+    name: (
+      statistics.fmean(bits for bits, _ in values),
+      statistics.fmean(kl for _, kl in values),
+    )
+    for name, values in found.items()
+  }
+
+
+def _better(records: Sequence[Record]) -> dict[str, list[str]]:
+  """Returns our readings with no more bits and no more KL than each peer."""
+  means = _means(records)
+  peers = {
+    r['scheme'] for r in _forced(records) if r['target'] == readings.PEER
+  }
+  return {
+    name: [
+      other
+      for other, (bits, kl) in means.items()
+      if other not in peers and bits <= means[name][0] and kl <= means[name][1]
+    ]
+    for name in means
+    if name in peers
+  }

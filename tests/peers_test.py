@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peers by their own code: scores, bits, processes, and the comparison."""
+
+import sys
+
+import gguf
+import numpy as np
+import pytest
+
+from experiments import config, fidelity_study, prompts, readings, results
+from experiments.peers import caches, comparison, exchange, processes
+from tests import fidelity_study_test
+
+PROMPTS = (
+  exchange.Prompt(ids=[7, 8], following=[1, 2, 3]),
+  exchange.Prompt(ids=[9], following=[3, 2, 1]),
+)
+FAKES = ('peer_coded', 'peer_plain', 'peer_refused')
+
+
+@pytest.fixture(scope='module')
+def logprobs() -> tuple[np.ndarray, np.ndarray]:
+  """Of two distributions over 50 tokens that are near to each other."""
+  rng = np.random.default_rng(0)
+  x = 3 * rng.normal(size=(40, 50))
+  return tuple(
+    (y - np.log(np.exp(y).sum(axis=1, keepdims=True))).astype(np.float32)
+    for y in (x, x + 0.3 * rng.normal(size=x.shape))
+  )
+
+
+def _kl(p, q):
+  return float(np.mean(np.sum(np.exp(p) * (p - q), axis=1)))
+
+
+def test_a_score_is_that_of_the_definitions(logprobs):
+  p, q = logprobs
+  following = np.arange(40)
+  found = exchange.score(p, q, following)
+  assert found['kl'] == pytest.approx(_kl(p, q), rel=1e-4)
+  assert found['agreement'] == np.mean(p.argmax(1) == q.argmax(1)) < 1
+  nll = [-x[np.arange(40), following].mean() for x in (p, q)]
+  assert found['nll'] == pytest.approx(nll[1], rel=1e-5)
+  assert found['nll_over_bf16'] == pytest.approx(nll[1] - nll[0], rel=1e-3)
+  assert exchange.score(p, p, following)['kl'] == 0.0
+  assert exchange.score(p, p, following)['agreement'] == 1.0
+
+
+def test_unknown_tokens_make_kl_a_lower_bound(logprobs):
+  """Of 20 likely ones known either way, it is still most of it."""
+  p, q = logprobs
+  likely = [
+    np.where(x >= np.sort(x, axis=1)[:, -20:-19], x, -np.inf) for x in (p, q)
+  ]
+  following = p.argmax(axis=1)
+  found, whole = (exchange.score(*both, following) for both in (likely, (p, q)))
+  assert 0.8 * whole['kl'] < found['kl'] <= whole['kl']
+  assert found['agreement'] == whole['agreement']
+  assert found['nll'] == whole['nll']
+  # A token that is not known is left out of NLL, not taken for impossible.
+  following[3] = p[3].argmin()
+  assert np.isfinite(exchange.score(*likely, following)['nll'])
+
+
+def test_bits_of_ggml_are_those_of_gguf():
+  found = {name: caches.ggml_bits(name) for name in caches.GGML}
+  assert found == {'llama_f16': 16, 'llama_q8_0': 8.5, 'llama_q4_0': 4.5}
+  for name, (kind, *block) in caches.GGML.items():
+    own = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    assert tuple(block) == own, name
+
+
+class _Tensor:
+  """What is asked of a torch tensor."""
+
+  def __init__(self, count: int, size_bytes: int, floating: bool):
+    self._count, self._bytes, self._floating = count, size_bytes, floating
+
+  def numel(self) -> int:
+    return self._count
+
+  def element_size(self) -> int:
+    return self._bytes
+
+  def is_floating_point(self) -> bool:
+    return self._floating
+
+
+class _Made(_Tensor):
+  """A tensor made of others, which says of itself what it stands for."""
+
+  def __init__(self, **parts):
+    super().__init__(10**6, 4, True)
+    self.parts = parts
+
+  def __getattr__(self, name):
+    return self.parts[name]
+
+  def __tensor_flatten__(self):
+    return [*self.parts], None
+
+
+def test_stored_bits_count_codes_and_metadata_once():
+  codes, scale = _Tensor(50, 1, False), _Tensor(10, 4, True)
+  fp8 = _Tensor(100, 1, True)
+  # hqq: codes, and a dict of scale, zero and sizes.
+  hqq = (codes, {'scale': scale, 'zero': scale, 'shape': (1, 100), 'axis': 1})
+  assert caches.stored_bits(hqq) == 50 * 8 + 2 * 10 * 16
+  # quanto: tensors in tensors.
+  quanto = _Made(_data=_Made(_data=codes), _scale=scale, _shift=scale)
+  assert caches.stored_bits((quanto, quanto)) == 2 * caches.stored_bits(hqq)
+  assert caches.stored_bits((fp8, _Tensor(1, 4, True))) == 816
+
+
+def test_a_process_answers_and_what_it_refuses_is_told(monkeypatch):
+  monkeypatch.setattr(
+    caches,
+    'MODULES',
+    {'tests.peer_process': FAKES, 'tests.peer_process ': ('not_asked',)},
+  )
+  found = processes.run(sys.executable, 'a.gguf', FAKES, PROMPTS)
+  assert found.not_run == {'peer_refused': 'no such width'}
+  assert found.versions == {'peer': 'a.gguf'}
+  assert {*found.found} == {'peer_coded', 'peer_plain'}
+  coded, plain = (found.found[name] for name in FAKES[:2])
+  assert [f.figures['kl'] for f in coded] == [7e-3, 9e-3]
+  assert (coded[0].coding_s, plain[0].coding_s) == (1.0, None)
+
+
+def test_a_process_that_fails_does_not_end_the_run(monkeypatch):
+  monkeypatch.setattr(
+    caches, 'MODULES', {'tests.peer_process': ('peer_fails', 'peer_plain')}
+  )
+  peers = ['peer_fails', 'peer_plain']
+  found = processes.run(sys.executable, 'a.gguf', peers, PROMPTS)
+  why = "exit code 1: ModuleNotFoundError: No module named 'torch'"
+  assert found.not_run == dict.fromkeys(peers, why)
+  assert not found.found
+  found = processes.run('no/python', 'a.gguf', peers, PROMPTS)
+  assert set(found.not_run.values()) == {
+    'there is no no/python; `make peers` makes it'
+  }
+
+
+# --- The comparison -----------------------------------------------------------
+
+
+def _forced(scheme, bits, kl, prompt='book', coding=None):
+  figures = {'kl': kl, 'agreement': 0.9}
+  if coding is not None:
+    figures[comparison.CODING] = coding
+  ours = scheme.startswith(('int', 'lynx', 'bf16'))
+  return {
+    'kind': 'request',
+    'scheme': scheme,
+    'prompt': prompt,
+    'target': 'planes:1' if ours else 'peer',
+    'fidelity': {
+      'part': 'forced',
+      'bits': bits,
+      'wire_bytes': bits * 1e6,
+      'figures': figures,
+    },
+  }
+
+
+RECORDS = [
+  _forced('int8', 8.5, 1e-4),
+  _forced('lynx_anchor', 4.6, 2e-3),
+  _forced('kivi4_oracle', 5.4, 3e-3),
+  _forced('hf_hqq8', 8.4, 1e-4, coding=0.5),
+]
+
+
+def test_a_peer_wins_where_nothing_of_ours_beats_it():
+  lost, won = comparison.verdicts(RECORDS)
+  assert lost.startswith('kivi4_oracle (5.40 bits, KL 0.003) is beaten by')
+  assert won.startswith('hf_hqq8 (8.40 bits, KL 0.0001) WINS')
+
+
+def test_projected_ttft_is_that_of_the_definition():
+  records = [
+    _forced(scheme, bits, 0.0, prompt, coding)
+    for prompt in 'abc'
+    for scheme, bits, coding in (
+      ('int8', 8.0, None),
+      ('kivi4_oracle', 4.0, None),
+      ('hf_hqq4', 4.0, 0.5),  # half of prefill, which is at most 0.4 of all
+      ('bf16', 16.0, None),
+    )
+  ]
+  found = {r['name']: r for r in comparison.projected(records, 0.6)}
+  assert {
+    name.removeprefix('ttft_over_int8_'): pytest.approx(r['value'])
+    for name, r in found.items()
+  } == {'int8': 1.0, 'kivi4_oracle': 0.7, 'hf_hqq4': 0.9, 'bf16': 1.6}
+  assert {r['label'] for r in found.values()} == {'projected'}
+
+
+def test_the_table_names_what_did_not_run():
+  said = [
+    results.summary_record('ttft_over_int8_hf_hqq8', 1.25, '', 1),
+    results.peers_record({'llama_q4_0': 'no wheel'}, {}),
+  ]
+  ((_, header, rows),) = comparison.tables([*RECORDS, *said])
+  assert {len(row) for row in rows} == {len(header)}
+  by = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+  assert [*by][:4] == [r['scheme'] for r in RECORDS]
+  assert by['llama_q4_0']['run by'] == 'not run'
+  assert [*comparison.notes(said)] == ['llama_q4_0 did not run: no wheel']
+  assert by['hf_hqq8']['run by'] == 'own code'
+  assert by['hf_hqq8']['TTFT'] == '1.250'
+  assert by['hf_hqq8']['beaten by'] == 'none: it wins'
+  assert by['hf_hqq8']['coding'] == '0.500'
+  assert by['kivi4_oracle']['beaten by'] == 'lynx_anchor'
+  assert by['kivi4_oracle']['run by'] == 'formula'
+  assert by['kivi4_oracle']['coding'] == '–'
+  assert by['int8']['MB'] == '8.50'
+  assert comparison.tables(RECORDS[:2]) == []
+
+
+def _settings(path='smollm2', **fields) -> config.Settings:
+  values = fidelity_study_test._values(**fields)
+  values.model.path = path
+  return config.settings(values)
+
+
+@pytest.mark.parametrize(
+  'path, fields, message',
+  [
+    ('tiny', {}, "model.path='tiny' must be a GGUF"),
+    ('no/such.gguf', {}, 'must be a GGUF on this machine for llama_q8_0'),
+    ('tiny', {'parts': 'free'}, "fidelity.parts must have 'forced'"),
+  ],
+)
+def test_what_peers_cannot_read_is_named(path, fields, message, tmp_path):
+  settings = _settings(path, peers='llama_q8_0', **fields)
+  with pytest.raises(config.ConfigError, match=message):
+    fidelity_study.run(settings, None, None)
+
+
+def test_a_peer_that_does_not_exist_is_named():
+  with pytest.raises(config.ConfigError, match="did you mean 'llama_q8_0'"):
+    _settings(peers='llama_q8')
+
+
+small_model = fidelity_study_test.small_model  # of the study below
+
+
+def test_the_study_puts_peers_beside_ours(tmp_path, monkeypatch):
+  """And does not run them again, but for one that did not run."""
+
+  def measure_int8(bench, _):
+    found = fidelity_study._texts(bench.settings, bench.model.tokenizer)
+    reading = readings.Reading('int8', 'planes:1', (), (8.5,), None)
+    for prompt in found:
+      bench.write('forced', prompt, reading, 0, {'kl': 0.0, 'agreement': 1.0})
+
+  monkeypatch.setattr(caches, 'MODULES', {'tests.peer_process': FAKES})
+  monkeypatch.setattr(caches, 'NAMES', FAKES)
+  monkeypatch.setattr(fidelity_study, '_gguf', lambda _: 'a.gguf')
+  monkeypatch.setattr(fidelity_study, '_measure_texts', measure_int8)
+  fields = {
+    'peers': ','.join(FAKES),
+    'peers_python': sys.executable,
+    'parts': 'forced',
+  }
+  records, last, said = fidelity_study_test._run(tmp_path, **fields)
+  found = {r['scheme']: r for r in records if r['kind'] == 'request'}
+  coded = found['peer_coded']
+  first = prompts.read('book').encode()[0]
+  assert coded['fidelity']['figures'] == {
+    'kl': first / 1e3,
+    'agreement': 0.5,
+    'nll': 2.0,
+    'nll_over_bf16': 0.25,
+    'coding_over_prefill': 0.5,
+  }
+  assert coded['target'] == 'peer'
+  assert (coded['prefill_s'], coded['split_s']) == (2.0, 1.0)
+  assert found['peer_plain']['split_s'] is None
+  model = fidelity_study_test.MODEL
+  values = 2 * model.layers * model.kv_heads * model.head_dim * 440
+  assert coded['fidelity']['wire_bytes'] == 4.5 / 8 * values
+  share = _settings().link.share
+  plain = 1 - share + share * 4.5 / 8.5
+  coded_later = plain + 0.5 * (1 - share)
+  assert last['ttft_over_int8_peer_plain']['value'] == pytest.approx(plain)
+  assert last['ttft_over_int8_peer_coded']['value'] == pytest.approx(
+    coded_later
+  )
+  assert 'peer_refused did not run: no such width' in said
+  assert 'peer_plain (4.50 bits' in said
+  assert fidelity_study.tables(records)
+  again, summaries, said = fidelity_study_test._run(tmp_path, **fields)
+  assert 'running peer_refused …' in said
+  assert summaries == last
+  # Beside those of int8, which is measured here whatever there is.
+  assert sum(r['kind'] == 'request' for r in again) == len(found) + 1
