@@ -113,7 +113,7 @@ def test_cells_that_measure_the_same_share_a_result():
     ({'axes': 'transfer.lease_s=3'}, 'transfer.lease_s changes nothing'),
     ({'axes': 'link.rate_gbps=0'}, 'link.rate_gbps=0.0 must be positive'),
     ({'axes': 'link.rate_gbps=None'}, 'link.rate_gbps must be set'),
-    ({'axes': 'decode_mesh=2'}, 'decode_mesh=2 must be 1 where KL'),
+    ({'axes': 'decode_mesh=2'}, 'decode_mesh=2 and decode_data=1 must be 1'),
     ({'axes': 'seed=1', 'shard': '3/2'}, "shard='3/2' must be I/N"),
     ({'axes': 'seed=1', 'heatmaps': 'ttft'}, "heatmaps='ttft' must be of"),
     ({}, "ablation.axes='' must name what is varied"),
