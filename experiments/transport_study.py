@@ -9,6 +9,8 @@ Parts, each of which can be run alone with --parts:
     control  the control path of a prompt of 128k tokens (half a minute)
     pair     requests of a small model: times and memory (2 minutes)
     real     TTFT over a real link of 1 Gbit/s (root; 1 minute)
+    ratio    INT8 over Lynx of the real model on a real link of 40 Mbit/s and on
+             an emulated one (root; 4 minutes)
     cuts     a real link goes down for 5 s, and for good (root; 1 minute)
     faults   300 random fault schedules; goes on where it was stopped (about
              10 minutes)
@@ -20,7 +22,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from experiments import fault_study, link_study, pair_study, results
+from experiments import (
+  fault_study,
+  link_study,
+  pair_study,
+  ratio_study,
+  results,
+)
 
 Records = Iterator[dict[str, Any]]
 
@@ -36,6 +44,7 @@ PARTS: dict[str, Callable[[results.Writer], Records]] = {
   'control': lambda _: link_study.measure(link_study.CASES['control']),
   'pair': lambda _: pair_study.emulated(),
   'real': lambda _: pair_study.real(),
+  'ratio': lambda _: ratio_study.measure(),
   'cuts': lambda _: fault_study.cuts(),
   'faults': lambda writer: fault_study.run(writer.path),
 }
