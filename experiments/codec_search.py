@@ -246,7 +246,7 @@ def summaries_of(
 
   best = max(drafted, key=rank) if drafted else names[0]
   for figure, unit in (('bits', 'bits'), ('kl', 'nats')):
-    yield _mean(f'{figure}_anchor', unit, values(known, best, figure))
+    yield summaries.mean(f'{figure}_anchor', values(known, best, figure), unit)
   if drafted:
     yield from summaries.acceptance(
       {'draft_tokens': drafts, 'rounds': rounds, 'token_ids': ids}
@@ -259,17 +259,7 @@ def summaries_of(
   exact = [values(known, name, 'kl_exact') for name in names]
   if any(exact):
     least = min(filter(None, exact), key=statistics.fmean)
-    yield _mean('kl_anchor_exact', 'nats', least)
-
-
-def _mean(name: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
-  return results.summary_record(
-    name,
-    statistics.fmean(values),
-    unit,
-    len(values),
-    *summaries.interval(values, of=statistics.fmean),
-  )
+    yield summaries.mean('kl_anchor_exact', least, 'nats')
 
 
 def values(known: Sequence[Found], name: str, figure: str) -> list[Any]:

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import itertools
 import random
-import statistics
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -388,13 +387,7 @@ def figures_of(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
   for name in dict.fromkeys(itertools.chain(*found)):
     values = [figures[name] for figures in found if name in figures]
     values = [float(value) for value in values if value is not None]
-    yield results.summary_record(
-      name,
-      statistics.mean(values) if values else None,
-      _UNITS.get(name, ''),
-      len(values),
-      *summaries.interval(values, of=statistics.fmean),
-    )
+    yield summaries.mean(name, values, _UNITS.get(name, ''))
 
 
 def _pieces(

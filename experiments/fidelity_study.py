@@ -770,12 +770,8 @@ def _acceptance(
       if run['rounds']
     ]
     if shares:
-      yield results.summary_record(
-        f'acceptance_gamma{drafts}_position{position}_{reading}',
-        statistics.fmean(shares),
-        '',
-        len(shares),
-        *summaries.interval(shares, of=statistics.fmean),
+      yield summaries.mean(
+        f'acceptance_gamma{drafts}_position{position}_{reading}', shares
       )
 
 

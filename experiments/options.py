@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # one process alone needs no gRPC
   from lynx_jax.transport import control
 
 
+SERVING = 'prefill serves at '  # and where: what a prefill process prints
 START_S = 300  # hosts of a pod start minutes apart
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments import namespaces, results
+from experiments.options import SERVING
 
 _RATE_MBIT = 40  # the transfer takes about 60 % of a serial INT8 request
 _PAIRS = 3
@@ -25,7 +26,6 @@ _COMMAND = [
   *(f'--config.repeats={_PAIRS}', '--config.output_tokens=8'),
   f'--config.link.rate_gbps={_RATE_MBIT / 1000}',
 ]
-_SERVING = 'prefill serves at '  # what a prefill process prints
 
 
 def measure() -> Iterator[dict[str, Any]]:
@@ -70,9 +70,9 @@ def _real(workdir: str) -> None:
     assert prefill.stdout is not None
     stack.callback(prefill.stdin.close)  # it ends then
     address = next(
-      line.removeprefix(_SERVING).strip()
+      line.removeprefix(SERVING).strip()
       for line in prefill.stdout
-      if line.startswith(_SERVING)
+      if line.startswith(SERVING)
     )
     _run(
       [

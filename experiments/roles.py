@@ -20,7 +20,7 @@ from typing import Any
 from absl import logging
 
 from experiments import config, display, profiling, serving, sides
-from experiments.options import Role
+from experiments.options import SERVING, Role
 from lynx_jax import handshake
 from lynx_jax.config import ConfigError, EngineConfig
 from lynx_jax.patience import Patience
@@ -32,7 +32,6 @@ from lynx_jax.transport.faults import Faults
 from lynx_jax.transport.receiver import Pace
 from lynx_jax.transport.streams import WireFormat
 
-_SERVING = 'prefill serves at '
 _DRAIN_S = 30.0
 _END_S = 5.0
 _LOOK_S = 0.2
@@ -143,7 +142,7 @@ def serve(
   signal.signal(signal.SIGTERM, lambda *_: ends.put(_DRAIN_S))
   if options.ends_with_stdin:
     threading.Thread(target=_watch_stdin, args=(ends,), daemon=True).start()
-  print(f'{_SERVING}{host}:{server.port}', flush=True)
+  print(f'{SERVING}{host}:{server.port}', flush=True)
   try:
     with side.leaving(), profiling.trace(profile):
       server.drain(_told(ends, side))
@@ -287,8 +286,8 @@ class _Process:
     assert self._process.stdout is not None
     try:
       for line in self._process.stdout:
-        if line.startswith(_SERVING):
-          self.address = line.removeprefix(_SERVING).strip()
+        if line.startswith(SERVING):
+          self.address = line.removeprefix(SERVING).strip()
           return
       raise ConfigError(
         f'the prefill process ended with code {self._process.wait()} before '

@@ -253,6 +253,24 @@ def interval(
   return drawn[cut], drawn[-1 - cut]
 
 
+def mean(
+  name: str,
+  values: Sequence[float],
+  unit: str = '',
+  *,
+  label: str = 'measured',
+) -> dict[str, Any]:
+  """Returns a summary of the mean of values; of none it is of no value."""
+  return results.summary_record(
+    name,
+    statistics.fmean(values) if values else None,
+    unit,
+    len(values),
+    *interval(values, of=statistics.fmean),
+    label=label,
+  )
+
+
 def over_prompts(
   figure: str, values: Sequence[float]
 ) -> tuple[float, float | None, float | None]:

@@ -61,14 +61,7 @@ def projected(
       if prompt in int8
     ]
     if ratios:
-      yield results.summary_record(
-        f'{_TTFT}{reading}',
-        statistics.fmean(ratios),
-        '',
-        len(ratios),
-        *summaries.interval(ratios, of=statistics.fmean),
-        label='projected',
-      )
+      yield summaries.mean(f'{_TTFT}{reading}', ratios, label='projected')
 
 
 def verdicts(records: Sequence[Record]) -> Iterator[str]:
