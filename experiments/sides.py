@@ -182,24 +182,32 @@ def _initialize(side: Side, coordinator: str, local: Any) -> None:
   _reach(side, host, port)
   # It would take SIGTERM for a warning, and a process would outlive it.
   jax.config.update('jax_enable_preemption_service', False)
-  try:
-    jax.distributed.initialize(
-      address if side.leads else _detour(host, port),
-      count,
-      side.process,
-      local,
-      cluster_detection_method='deactivate',
-      coordinator_bind_address=address,
-      initialization_timeout=limit_s,
-      heartbeat_timeout_seconds=_SILENT_S,
-      shutdown_timeout_seconds=_END_S,
-    )
-  except RuntimeError as error:
-    reason = str(error).splitlines()[0]
-    raise control.PeerLost(
-      f'not all {count} processes of this side came within {limit_s} s; '
-      f'start all, with the same --processes and a --process each ({reason})'
-    ) from error
+  # JAX aborts a process that waits too long: this one ends itself before.
+  missing = threading.Timer(limit_s, _end_without, (count, limit_s))
+  missing.daemon = True
+  missing.start()
+  jax.distributed.initialize(
+    address if side.leads else _detour(host, port),
+    count,
+    side.process,
+    local,
+    cluster_detection_method='deactivate',
+    coordinator_bind_address=address,
+    initialization_timeout=limit_s + _END_S,
+    heartbeat_timeout_seconds=_SILENT_S,
+    shutdown_timeout_seconds=_END_S,
+  )
+  missing.cancel()
+
+
+def _end_without(count: int, limit_s: int) -> None:
+  print(
+    f'error: not all {count} processes of this side came within --start_s='
+    f'{limit_s}; start all, with the same --processes and a --process each',
+    file=sys.stderr,
+    flush=True,
+  )
+  os._exit(LOST)
 
 
 def _found(options: Options) -> tuple[str, int, int, Any]:

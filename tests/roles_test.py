@@ -162,6 +162,14 @@ def test_process_0_needs_a_workdir(monkeypatch, capsys):
       ['--role=local', '--config.transfer.prefill_bytes=1000'],
       "differ in free memory: prefill has '1000 bytes'",
     ),
+    (
+      [
+        *('--role=prefill', '--listen=127.0.0.1:0', '--config.prefill_mesh=2'),
+        f'--coordinator=127.0.0.1:{_unused_port()}',
+        *('--processes=2', '--process=0', '--start_s=1'),
+      ],
+      'not all 2 processes of this side came within --start_s=1',
+    ),
   ],
 )
 def test_what_the_other_side_says_is_one_line(tmp_path, flags, message):
