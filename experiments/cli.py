@@ -5,6 +5,7 @@ It knows no study but the one that it starts; `main` has its help.
 """
 
 import contextlib
+import difflib
 import functools
 import json
 import os
@@ -98,6 +99,8 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
   values, own = _parse(argv)
   role = options.read(own)
   settings = cells.settings(values)
+  if study is None:
+    _check_study(settings.study)
   if role is None and not settings.link.emulated:
     raise ConfigError('link.emulated=False needs a --role; see --help')
   if role is None and settings.link.jitter_ms:
@@ -133,6 +136,20 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
     return _study(settings, None, argv, values, own, study)
   with _joined(role, settings) as side:
     return _study(settings, side, argv, values, own, study)
+
+
+def _check_study(name: str) -> None:
+  """Refuses what looks like the misspelt name of another study.
+
+  Any other name is a latency study, of which the name says what it is for.
+  """
+  known = [*studies.MODULES, _PREFLIGHT]
+  near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+  require(
+    name in known or not near,
+    f'study={name!r} is no study; did you mean {near and near[0]!r}? A latency '
+    'study may have any name that is less like one of the others',
+  )
 
 
 def _study(
@@ -367,6 +384,9 @@ def _parse_flags(
     flag_values=values,
     sys_argv=list(argv),
   )
+  # ml_collections loads every config file into this one module, and what an
+  # earlier file had defined would stand in for what this one lacks.
+  sys.modules.pop('config_config', None)
   try:
     rest = values(list(argv))
     loaded = values['config'].value

@@ -103,8 +103,19 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_broken_config_file_is_one_line(tmp_path, capsys, source):
   file = tmp_path / 'broken.py'
   file.write_text(source)
+  # A good one first: nothing of it may stand in for what the broken one lacks.
+  assert _main(tmp_path / 'good') == 0
+  capsys.readouterr()
   assert _main(tmp_path / 'w', config=file) == 2
   assert capsys.readouterr().err.count('\n') == 1
+
+
+@pytest.mark.parametrize('name', ['abblation', 'fidelty', 'preflght', 'plans'])
+def test_a_misspelt_study_is_not_a_latency_study(tmp_path, capsys, name):
+  assert _main(tmp_path / 'w', f'--config.study={name}', study=None) == 2
+  error = capsys.readouterr().err
+  assert error.startswith(f'error: study={name!r} is no study; did you mean ')
+  assert not (tmp_path / 'w').exists()
 
 
 def test_a_damaged_model_is_told_in_one_line(tmp_path, capsys):
