@@ -315,6 +315,7 @@ KIVI_4 = CodecConfig(
 SCHEMES = {
   'bf16': SchemeKind(planes=()),
   'bf16_layers': SchemeKind(planes=(), order=Order.LAYERS),
+  'prefill_continues': SchemeKind(planes=(), drafter=Drafter.PREFILL),
   'int8': SchemeKind(planes=(8,)),
   'int8_layers': SchemeKind(planes=(8,), order=Order.LAYERS),
   'int8_lookup': SchemeKind(planes=(8,), drafter=Drafter.PROMPT_LOOKUP),
@@ -357,8 +358,8 @@ class Scheme:
 
   @property
   def is_speculative(self) -> bool:
-    """Whether it drafts: something follows the Anchor, or it looks up."""
-    if self.drafter is Drafter.PROMPT_LOOKUP:
+    """Whether it needs the verify program: it is given drafts of some kind."""
+    if self.drafter is not Drafter.ANCHOR:
       return True
     tensors = [self.codec.k, self.codec.v]
     for layers in self.codec.layers:

@@ -7,8 +7,9 @@ Any field can be set on the command line:
 
     --config.scheme=int8,lynx         which schemes, of bf16, int8, int4, lynx,
                                       lynx_exact and interleaved, and of the
-                                      further baselines int8_lookup, kivi4,
-                                      int8_layers and bf16_layers
+                                      further baselines prefill_continues,
+                                      int8_lookup, kivi4, int8_layers and
+                                      bf16_layers
     --config.prompt_file=FILE         any UTF-8 text, or a shipped prompt:
                                       book, code, manual, chat, question
     --config.output_tokens=N          how many tokens to generate

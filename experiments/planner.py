@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from experiments import config
 from lynx_jax import timeline
-from lynx_jax.config import Order, require
+from lynx_jax.config import Drafter, Order, require
 from lynx_jax.engine import Mode
 from lynx_jax.speculative import draft_length
 from lynx_jax.transport.scheduler import Scheduler
@@ -153,6 +153,10 @@ def simulate(
   require(
     wire.engine.order is not Order.LAYERS,
     'engine.order=layers is not predicted; leave out the schemes *_layers',
+  )
+  require(
+    wire.engine.drafter is not Drafter.PREFILL,
+    'engine.drafter=prefill is not predicted; leave out prefill_continues',
   )
   run = _Run(asks, wire, costs, mode, rate_gbps, rtt_ms, seed)
   return run.end()

@@ -17,8 +17,8 @@ Record = Mapping[str, Any]
 MODES = ('serial', 'overlapped')
 # From the slowest baseline to what is to be shown; others follow.
 SCHEMES = (
-  'bf16', 'bf16_layers', 'int8', 'int8_layers', 'int8_lookup', 'int4', 'kivi4',
-  'interleaved', 'lynx',
+  'bf16', 'bf16_layers', 'prefill_continues', 'int8', 'int8_layers',
+  'int8_lookup', 'int4', 'kivi4', 'interleaved', 'lynx',
 )  # fmt: skip
 # Rates of one prompt farther apart than this are a sweep, not calibration.
 SWEEP = 1.5

@@ -60,6 +60,7 @@ class Drafter(enum.Enum):
 
   ANCHOR = 'anchor'  # the model on the Anchor, where something follows it
   PROMPT_LOOKUP = 'prompt_lookup'  # what followed there in the text so far
+  PREFILL = 'prefill'  # the prefill side, which decodes until decode takes over
 
 
 class Activation(enum.Enum):

@@ -44,9 +44,10 @@ from lynx_jax.config import (
   layer_ranges,
   require,
 )
+from lynx_jax.continuation import Continuation
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
-from lynx_jax.prefill import Prefill
+from lynx_jax.prefill import Prefill, Prompt
 from lynx_jax.programs import fetch, span, spanned
 from lynx_jax.requests import (
   ENDED,
@@ -64,6 +65,8 @@ from lynx_jax.requests import (
 from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.sender import (
   Computed,
+  Continued,
+  Payloads,
   PrefillDone,
   PrefillFailed,
   PrefillSide,
@@ -134,6 +137,7 @@ class _Entry:
   strings: _Strings = dataclasses.field(default_factory=dict)
   slot: int | None = None
   token: int | None = None  # token 1, once its record has come
+  decoded: int = 1  # tokens that decode has committed; prefill may be ahead
   rate: float = 0.0  # bytes a second of the chunk after the Anchor, the last
   verifying: decode.Pass | None = None  # the first verification, if it is open
   verifying_s: float = 0.0  # since when
@@ -180,6 +184,9 @@ class Engine:
     exchange: between the processes that decode runs in, if there are several.
       Each has an engine, of which the same things must be asked in the same
       order, and a `RemotePrefill` that brings the parts of its own devices.
+
+  Raises:
+    ConfigError: these do not fit together.
   """
 
   def __init__(
@@ -228,6 +235,7 @@ class Engine:
       self.wire.planes(group) > 1
       for group in range(len(self.wire.layer_counts))
     )
+    self._continuation: Continuation | None = None
     self._entries: dict[int, _Entry] = {}
     # One row after the other, so that requests have links of their own.
     self._free = sorted(
@@ -243,13 +251,25 @@ class Engine:
       first = mesh_lib.of(nnx.state(prefill))
       wire_lib.check_mesh(codec, first)
       parts = mesh_lib.parts(first, mesh)
+      if config.drafter is Drafter.PREFILL:
+        self._check_continuation(first)
+        self._continuation = Continuation(prefill, self.wire, end_tokens)
       self._sender = Sender(
-        Prefill(prefill, codec, config), self.wire, connect, parts, self._rows
+        Prefill(prefill, codec, config),
+        self.wire,
+        connect,
+        parts,
+        self._rows,
+        continues=self._continue if self._continuation else None,
       )
-    elif exchange is not None:
-      self._sender = AgreedPrefill(prefill, exchange)
     else:
-      self._sender = prefill
+      require(
+        config.drafter is not Drafter.PREFILL,
+        'engine.drafter=prefill needs both sides in one process',
+      )
+      self._sender = (
+        prefill if exchange is None else AgreedPrefill(prefill, exchange)
+      )
 
   def __enter__(self) -> 'Engine':
     return self
@@ -284,13 +304,15 @@ class Engine:
         moved = jax.device_put(arrays, where)
         self._insert(slot, 0, part, moved, strings)
     self._merge(0, strings, self.config.prompt_tokens)
+    if self._continuation is not None:
+      self._continuation.warm_up(self._sender.warm_up())
     if self.codec.generated:
       self._pack(0, self.config.prompt_tokens + self.codec.group)
     if self._drafts(self.codec.target):
       self.time_step(Step.ROUND)
     if self._has_residual and self.config.sharpen:
       self.time_step(Step.SHARP)
-    if self.config.drafter is Drafter.PROMPT_LOOKUP:
+    if self.config.drafter is not Drafter.ANCHOR:
       self._propose([])
     times = {}
     drafts = Step.DRAFT if self._drafts(self.codec.target) else Step.PLAIN
@@ -551,6 +573,24 @@ class Engine:
       f'0..{self.model_config.vocab - 1}',
     )
 
+  def _check_continuation(self, prefill: jax.sharding.Mesh) -> None:
+    """Checks that prefill can decode what decode would, bit by bit."""
+    require(
+      not self._has_residual and not self.codec.exact,
+      'engine.drafter=prefill needs a codec of one plane or none: what the '
+      'prefill side decodes is final, and must not wait for a verification',
+    )
+    require(
+      dict(prefill.shape) == dict(self._mesh.shape) and self._rows == 1,
+      f'engine.drafter=prefill needs sides of equal meshes, one row of data '
+      f'each, not {dict(prefill.shape)} and {dict(self._mesh.shape)}: sums '
+      'over other devices round in another way',
+    )
+    require(
+      not self.codec.generated,
+      'engine.drafter=prefill needs codec.generated=False',
+    )
+
   def _target(self, wanted: Target | None) -> Target:
     require(
       wanted is not Target.EXACT or self.codec.exact,
@@ -644,6 +684,8 @@ class Engine:
       if isinstance(record, PrefillFailed):
         entry.result.error = record.error
         self._end(entry, State.FAILED)
+      elif isinstance(record, Continued):
+        self._show_ahead(entry, record.tokens)
       elif isinstance(record, PrefillDone):
         entry.token = record.token
         start_s = entry.result.timeline.arrival_s
@@ -846,7 +888,7 @@ class Engine:
     start_s = time.monotonic()
     backlog = any(len(e.result.shown) > len(e.result.tokens) for e in entries)
     drafts = 0 if backlog else self._draft_tokens(entries, target)
-    proposes = self.config.drafter is Drafter.PROMPT_LOOKUP
+    proposes = self.config.drafter is not Drafter.ANCHOR
     if proposes and form is Form.VERIFY and not backlog:
       drafts = self._propose(entries)
     arguments = self._params, self._cache, self._slots, self._mask(entries)
@@ -864,7 +906,11 @@ class Engine:
     self._read(entries, Phase.VERIFY, start_s, draft_tokens=drafts)
 
   def _propose(self, entries: list[_Entry]) -> int:
-    """Gives slots the drafts that their texts hold; returns the most of one."""
+    """Gives slots what their texts hold, or prefill has decoded, as drafts.
+
+    Returns:
+      The most of one slot.
+    """
     most = self.config.verify_rows - 1
     if self.config.draft_tokens is not None:
       most = self.config.draft_tokens
@@ -872,7 +918,10 @@ class Engine:
     counts = np.zeros(self.config.slots, np.int32)
     longest = 0
     for entry in entries:
-      found = prompt_lookup.propose(entry.prompt, entry.result.tokens, most)
+      if self._continuation is not None:
+        found = entry.result.tokens[entry.decoded :][:most]
+      else:
+        found = prompt_lookup.propose(entry.prompt, entry.result.tokens, most)
       tokens[entry.slot, : len(found)] = found
       counts[entry.slot] = len(found)
       longest = max(longest, len(found))
@@ -929,9 +978,15 @@ class Engine:
         start_s,
         end_s,
         backlog=len(drafts),
-        committed=len(committed) - len(entry.result.tokens),
+        committed=len(committed) - entry.decoded,
         **detail,
       )
+      entry.decoded = len(committed)
+      if self._continuation is not None:
+        ahead = self._ahead(entry, committed)
+        if ahead is None:
+          continue
+        committed = ahead
       self._show(entry, committed, drafts, end_s)
       if state.remaining[slot] == 0:
         self._end(entry, State.DONE)
@@ -953,6 +1008,48 @@ class Engine:
     entry.result.token_1_s = now_s - entry.result.timeline.arrival_s
     assert entry.token is not None
     self._show(entry, [entry.token], [], now_s)
+
+  def _continue(
+    self, request: int, computed: Prompt, payloads: Payloads
+  ) -> Iterator[list[int]] | None:
+    """Decodes at the prefill side; runs in the sender's thread."""
+    assert self._continuation is not None
+    entry = self._entries.get(request)
+    if entry is None or entry.request.form is Form.PLAIN:
+      return None  # nobody waits, or in another program than decode's
+    return self._continuation.tokens(entry.request, computed, payloads)
+
+  def _show_ahead(self, entry: _Entry, tokens: tuple[int, ...]) -> None:
+    """Takes over what prefill has decoded: it is what decode would commit."""
+    known = [*entry.result.tokens, *tokens]
+    self._show(entry, known, [], time.monotonic())
+    full = len(known) == entry.request.output_tokens
+    if full or known[-1] in self._decoder.end_tokens:
+      self._end(entry, State.DONE)
+
+  def _ahead(self, entry: _Entry, committed: list[int]) -> list[int] | None:
+    """Returns the tokens of the side that is ahead.
+
+    Decode takes over where it is. None says that the sides disagree, and that
+    the request has failed.
+    """
+    known = entry.result.tokens
+    for position, (one, other) in enumerate(
+      zip(known, committed, strict=False)
+    ):
+      if one != other:
+        entry.result.error = RuntimeError(
+          f'token {position + 1} is {one} for prefill, which has shown it, and '
+          f'{other} for decode; engine.drafter=prefill needs devices that '
+          'round alike'
+        )
+        self._end(entry, State.FAILED)
+        return None
+    if len(known) > len(committed):
+      return known
+    if entry.progress.complete:
+      self._sender.drop(entry.id)
+    return committed
 
   def _end(self, entry: _Entry, state: State) -> None:
     result = entry.result

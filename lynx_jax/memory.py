@@ -17,7 +17,7 @@ from jax.sharding import Mesh, Sharding
 
 from lynx_jax import handshake, kv_cache
 from lynx_jax import mesh as mesh_lib
-from lynx_jax.config import CodecConfig, EngineConfig, ModelConfig
+from lynx_jax.config import CodecConfig, Drafter, EngineConfig, ModelConfig
 from lynx_jax.kv_cache import Cache
 from lynx_jax.models import cached, transformer
 from lynx_jax.transport.streams import WireFormat
@@ -30,7 +30,8 @@ class Budget:
   Attributes:
     weights_bytes: its shard of the parameters.
     kv_bytes: of prefill: as many of the longest prompts as decode has slots,
-      dense and split; of decode: the cache of its row's slots.
+      dense and split, and a cache if it goes on decoding; of decode: the cache
+      of its row's slots.
     window_bytes: what is published, or on its way, and has not landed.
   """
 
@@ -47,10 +48,12 @@ def of_prefill(wire: WireFormat, mesh: Mesh, window_bytes: int) -> Budget:
   """Returns the budget of a device of prefill's mesh."""
   _, weights = params(wire.model, mesh)
   parts = mesh.shape[mesh_lib.KV]
-  kv_bytes = handshake.sender_bytes(wire, 0)
+  kv_bytes = math.ceil(handshake.sender_bytes(wire, 0) / parts)
+  if wire.engine.drafter is Drafter.PREFILL:
+    kv_bytes += shard_bytes(cache(wire.model, wire.codec, wire.engine, mesh))
   return Budget(
     weights_bytes=shard_bytes(weights),
-    kv_bytes=math.ceil(kv_bytes / parts),
+    kv_bytes=kv_bytes,
     window_bytes=math.ceil(window_bytes / parts),
   )
 

@@ -2,7 +2,8 @@
 """The prefill side: computes prompts, splits them, offers their chunks.
 
 It knows no slot and no decode. What it tells decode besides chunks are the
-records of the control channel: `PrefillDone`, `Encoded` and `PrefillFailed`.
+records of the control channel: `PrefillDone`, `Continued`, `Encoded` and
+`PrefillFailed`.
 `PrefillSide` is what an engine sees of it, in this process or in another one.
 """
 
@@ -57,6 +58,15 @@ class PrefillFailed:
 
 
 @dataclasses.dataclass(frozen=True)
+class Continued:
+  """Tokens that follow all before: prefill goes on decoding."""
+
+  request: int
+  tokens: tuple[int, ...]
+  seen_s: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Encoded:
   """Closes the manifest of the exact plane.
 
@@ -68,7 +78,11 @@ class Encoded:
   seen_s: float
 
 
-Record = PrefillDone | PrefillFailed | Encoded
+Record = PrefillDone | PrefillFailed | Continued | Encoded
+Payloads = Iterator[tuple[Chunk, Sequence[wire_lib.Parts]]]
+# Given a request, its prompt and all of its chunks, yields the tokens that
+# follow token 1, those of a step at a time; None leaves them to decode.
+Continue = Callable[[int, Prompt, Payloads], Iterator[list[int]] | None]
 Wire = TypeVar('Wire', bound=Outgoing)
 
 
@@ -214,6 +228,8 @@ class Sender(Generic[Wire]):
     connect: makes the transport, given the function that cuts payloads.
     parts: that slices travel in; see `wire`.
     rows: of decode's mesh.
+    continues: decodes until decode takes over, a step at a time while no other
+      prompt waits; None leaves that to decode.
   """
 
   def __init__(
@@ -223,8 +239,9 @@ class Sender(Generic[Wire]):
     connect: Callable[[Cut], Wire],
     parts: int = 1,
     rows: int = 1,
+    continues: Continue | None = None,
   ):
-    self._prefill, self._wire = prefill, wire
+    self._prefill, self._wire, self._continues = prefill, wire, continues
     self._parts, self._rows = parts, rows
     self._jobs: dict[int, _Job] = {}
     # Held while chunks are offered or a request is dropped: nothing may be
@@ -263,9 +280,7 @@ class Sender(Generic[Wire]):
     """
     return _whole(self._prefill, self._wire, tokens, known, sampling)
 
-  def payloads(
-    self, computed: Prompt
-  ) -> Iterator[tuple[Chunk, Sequence[wire_lib.Parts]]]:
+  def payloads(self, computed: Prompt) -> Payloads:
     """Yields every chunk of what `compute` returned, with its payload."""
     wire = self._wire
     manifests = [
@@ -358,23 +373,21 @@ class Sender(Generic[Wire]):
     self._thread.join()
 
   def _run(self) -> None:
-    # Prompts whose exact plane is being encoded, a string a step, while no
-    # other prompt waits.
-    encoding: collections.deque[tuple[_Job, Iterator[None]]] = (
-      collections.deque()
-    )
+    # Prompts with steps left that are not urgent: they are done one after the
+    # other, while no new prompt waits.
+    later: collections.deque[tuple[_Job, Iterator[None]]] = collections.deque()
     while True:
       try:
-        job = self._waiting.get(block=not encoding)
+        job = self._waiting.get(block=not later)
       except queue.Empty:
-        if not self._go_on(*encoding[0]):
-          encoding.popleft()
+        if not self._go_on(*later[0]):
+          later.popleft()
         continue
       if job is None:
         return
       steps = self._compute(job)
       if self._go_on(job, steps):
-        encoding.append((job, steps))
+        later.append((job, steps))
 
   def _go_on(self, job: _Job, steps: Iterator[None]) -> bool:
     """Does the next step; returns whether there are more."""
@@ -389,7 +402,7 @@ class Sender(Generic[Wire]):
       return False
 
   def _compute(self, job: _Job) -> Iterator[None]:
-    """Does all that is urgent, then yields before each exact string."""
+    """Does all that is urgent, then yields before each step that is not."""
     if job.dropped.is_set():
       return
     overlapped = job.mode is Mode.OVERLAPPED
@@ -413,6 +426,11 @@ class Sender(Generic[Wire]):
     end_s = time.monotonic()
     for token_chunk in range(last if overlapped else 0, last + 1):
       self._offer(job, token_chunk, end_s)
+    steps = None
+    if self._continues is not None:
+      steps = self._continues(job.request, prompt, self.payloads(prompt))
+    if steps is not None:
+      job.critical = [(end_s, 0)]  # the next token waits for no chunk
     self._records.put(
       PrefillDone(
         job.request,
@@ -422,6 +440,16 @@ class Sender(Generic[Wire]):
         end_s + self.transport.latency_s,
       )
     )
+    if steps is not None:
+      yield
+      start_s = time.monotonic()
+      while not job.dropped.is_set() and (tokens := next(steps, None)):
+        end_s = time.monotonic()
+        job.timeline.add(Phase.CONTINUE, start_s, end_s)
+        seen_s = end_s + self.transport.latency_s
+        self._records.put(Continued(job.request, tuple(tokens), seen_s))
+        yield
+        start_s = time.monotonic()
     if job.target is Target.PLANES:
       return
     encoded = []

@@ -20,6 +20,7 @@ class Phase(enum.StrEnum):
   RESIDUAL = 'residual'
   ENCODE = 'encode'  # an exact string, at the sender
   EXACT = 'exact'  # a chunk, as for the Anchor
+  CONTINUE = 'continue'  # a step of decoding at the prefill side
   DRAFT = 'draft'
   VERIFY = 'verify'
   COMMIT = 'commit'

@@ -58,6 +58,8 @@ def compiled():
     ((4, 4), False, False, Drafter.ANCHOR),
     ((8,), False, True, Drafter.PROMPT_LOOKUP),
     ((8,), True, False, Drafter.ANCHOR),
+    # Both sides are one device here, and share what they compile.
+    ((), False, False, Drafter.PREFILL),
   ],
 )
 def test_warm_up_compiles_the_table_and_requests_nothing(
@@ -117,7 +119,7 @@ def test_warm_up_compiles_the_table_and_requests_nothing(
       expected |= {'draft': 4 if residual else 3, 'rounds': 1}
     if exact:
       expected['exact'] = 13
-    if drafter is Drafter.PROMPT_LOOKUP:
+    if drafter is not Drafter.ANCHOR:
       expected['propose'] = 1
     if generated:
       expected['grow'] = 2

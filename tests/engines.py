@@ -24,6 +24,7 @@ from lynx_jax import kv_cache
 from lynx_jax.config import (
   Axis,
   CodecConfig,
+  Drafter,
   EngineConfig,
   LayerCodec,
   ModelConfig,
@@ -51,6 +52,13 @@ class Setup:
 
   codec: CodecConfig
   config: EngineConfig
+
+  @property
+  def drafters(self) -> list[Drafter]:
+    """What can propose in its engine; the last one is what it has."""
+    if self.config.drafter is Drafter.PREFILL:
+      return [Drafter.PREFILL]  # built in
+    return [Drafter.PROMPT_LOOKUP, Drafter.ANCHOR]
 
   @property
   def lengths(self) -> list[int]:
@@ -126,6 +134,8 @@ SETUPS = {
     chunk_bytes=1,
   ),
   'dense': setup(()),
+  # Prefill decodes on until decode takes over.
+  'continues': setup((), drafter=Drafter.PREFILL),
   # Strings of several pages; some blocks of V are sent as they are.
   'exact': setup((4, 4), (4, 2), exact=True),
   # K and V with unlike planes in one layer group, the other one dense; no
@@ -327,9 +337,12 @@ def bench(name: str) -> Bench:
 def in_one_worker(name: str, *more):
   """Returns pytest parameters: tests of one engine share its programs."""
   # The first has the shapes of lynx; a test of exact asks the second.
-  group = {'interleaved': 'lynx', 'layers': 'int8', 'dense': 'exact'}.get(
-    name, name
-  )
+  group = {
+    'interleaved': 'lynx',
+    'layers': 'int8',
+    'dense': 'exact',
+    'continues': 'exact',
+  }.get(name, name)
   return pytest.param(name, *more, marks=pytest.mark.xdist_group(group))
 
 

@@ -48,7 +48,7 @@ FORMS = [
     ('bfloat16', Target.EXACT, 'bfloat16'),
   )
 ]
-PLAIN = ('lynx', 'dense', 'layers')
+PLAIN = ('lynx', 'dense', 'layers', 'continues')
 ROWS, SLOTS = SETUP.config.verify_rows, SETUP.config.slots
 
 
@@ -240,7 +240,7 @@ def _batches(draw, name):
       'backlog_tokens': draw(st.integers(1, setup.config.backlog_tokens)),
       'layer_ready': draw(st.booleans()),
       'sharpen': draw(st.booleans()),
-      'drafter': draw(st.sampled_from(Drafter)),
+      'drafter': draw(st.sampled_from(setup.drafters)),
       # As if verification took for ever: it begins with the first layer group.
       'costs': draw(st.sampled_from([None, Costs(1.0, 1e9, 1.0)])),
     },
@@ -311,9 +311,12 @@ def test_committed_tokens_are_the_reference(name):
   check = hypothesis.given(_batches(name))(run)
   hypothesis.settings(deadline=None, max_examples=12)(check)()
   # What is drawn may never draft. The last one is what other tests expect.
-  for drafter in (Drafter.PROMPT_LOOKUP, Drafter.ANCHOR):
+  for drafter in engines.SETUPS[name].drafters:
     run(_all_samplings(name, drafter))
-  if name in ('int8', 'layers', 'int4', 'dense', 'short'):
+  if name == 'continues':
+    # Decode has confirmed what prefill had decoded, all of it.
+    assert 0 < accepted[Drafter.PREFILL] == drafted[Drafter.PREFILL]
+  elif name in ('int8', 'layers', 'int4', 'dense', 'short'):
     assert drafted[Drafter.ANCHOR] == 0
   else:
     assert accepted[Drafter.ANCHOR] > 0

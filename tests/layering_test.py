@@ -32,6 +32,7 @@ LAYERS = (
   ('prefill_server', 'session', 'remote_prefill'),
   ('memory',),
   ('speculative',),
+  ('continuation',),
   ('engine',),
 )
 # The package itself may re-export the topmost; nothing imports it.

@@ -32,6 +32,7 @@ _SHADES = {
   'exact': ('#1b9e77', '#7fcdb2'),
   'draft': ('#e69f00', '#f4c65c'),
   'verify': ('#a63c06', '#d8753f'),
+  'continue': ('#a63c06', '#d8753f'),  # the same work, at the other side
 }
 
 
@@ -76,6 +77,8 @@ class _Lane:
 
 def _lanes(trace: selection.Trace, top: float) -> list[_Lane]:
   names = [('prefill', 'prefill'), ('split', 'split')]
+  if trace.spans('continue'):
+    names += [('decode there', 'continue')]
   if trace.spans('residual'):
     names += [('Anchor', 'anchor'), ('Residual', 'residual')]
   else:  # one stream carries all
