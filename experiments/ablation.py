@@ -13,7 +13,7 @@ import pathlib
 import random
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments import (
@@ -36,14 +36,26 @@ from lynx_jax.config import (
 )
 from lynx_jax.engine import Form, Request
 
+# Starts the prefill process of a cell.
+Start = Callable[[Cell], contextlib.AbstractContextManager[serving.Remote]]
+
 
 def run(
-  settings: Settings, writer: results.Writer, screen: display.Screen
+  settings: Settings,
+  writer: results.Writer,
+  screen: display.Screen,
+  start: Start | None = None,
 ) -> None:
   """Runs what is missing of this shard, and writes summaries of what there is.
 
   A cell that fails is recorded with its error, and the others go on; another
   run tries it again.
+
+  Args:
+    settings: with the cells.
+    writer: of the records.
+    screen: for what is worth telling.
+    start: None measures all cells in this process.
 
   Raises:
     ConfigError: a prompt is no text.
@@ -55,6 +67,7 @@ def run(
     study is not None, 'study=ablation has cells on the command line only'
   )
   assert study is not None
+  study = (cells.between_processes if start else cells.in_one_process)(study)
   everything = cells.ordered(study.cells)
   for file, _ in {p for cell in everything for p in cell.settings.prompts}:
     prompts.read(file)
@@ -66,7 +79,7 @@ def run(
   else:
     ahead = {cell.key: cell for cell in mine if cell.key not in known}
     screen.note(f'{len(mine)} cells, of which {len(ahead)} are to be run')
-    _run([*ahead.values()], writer, screen)
+    _run([*ahead.values()], writer, screen, start)
   records = [*results.read(writer.path)]
   known, rows = (
     cell_rows.finished(records),
@@ -120,12 +133,15 @@ def tables(records: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _run(
-  missing: Sequence[Cell], writer: results.Writer, screen: display.Screen
+  missing: Sequence[Cell],
+  writer: results.Writer,
+  screen: display.Screen,
+  start: Start | None,
 ) -> None:
   """Measures cells and writes each when it is done, or has failed."""
-  ahead = [*cells.needs_engine(missing)]
+  ahead = [start is not None or new for new in cells.needs_engine(missing)]
   spent: list[tuple[bool, float]] = []
-  with contextlib.closing(_Bench(missing)) as bench:
+  with contextlib.closing(_Bench(missing, start)) as bench:
     for number, cell in enumerate(missing):
       left = left_s(spent, ahead[number:])
       clock = '' if left is None else f', about {_minutes(left)} left'
@@ -197,9 +213,11 @@ class _Bench:
   Args:
     ahead: the cells that will be measured, in their order; an engine is closed
       after the last that needs it.
+    start: gives every cell a prefill process of its own, and so engines.
   """
 
-  def __init__(self, ahead: Sequence[Cell]):
+  def __init__(self, ahead: Sequence[Cell], start: Start | None = None):
+    self._start = start
     self._needed = collections.Counter(
       itertools.chain.from_iterable(
         {*cells.engine_keys(cell.settings)} for cell in ahead
@@ -224,14 +242,26 @@ class _Bench:
 
   def measure(self, cell: Cell) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns the requests of a cell, and the detail of its record."""
+    if self._start is None:
+      return self._measure(cell, None)
+    with self._start(cell) as remote:
+      try:
+        return self._measure(cell, remote)
+      finally:
+        self.drop()  # what is known was computed over there
+
+  def _measure(
+    self, cell: Cell, remote: serving.Remote | None
+  ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     settings = cell.settings
     keys = cells.engine_keys(settings)
     self._needed.subtract({*keys})
     made = len({*keys} - {*self._lines})
-    model = self._load(settings)
+    sides = settings.sides if remote is None else settings.sides[1:]
+    model = self._load(settings, sides)
     work = _Work(cell, model)
     for scheme, key in zip(settings.schemes, keys, strict=True):
-      line = self._line(model, scheme, key, work)
+      line = self._line(model, scheme, key, work, remote)
       work.lines[scheme.name] = line
       # Only now: no policy is compiled in.
       line.engine.config = dataclasses.replace(
@@ -252,7 +282,7 @@ class _Bench:
       'engines': made,
     }
 
-  def _load(self, settings: Settings) -> serving.Model:
+  def _load(self, settings: Settings, sides: tuple[int, ...]) -> serving.Model:
     key = cells.model_key(settings)
     if self._loaded is None or self._loaded[0] != key:
       self.drop()
@@ -262,7 +292,7 @@ class _Bench:
         serving.load(
           settings.model_path,
           settings.model_dtype,
-          settings.sides,
+          sides,
           settings.model_tokenizer,
           rows=settings.decode_data,
         ),
@@ -275,6 +305,7 @@ class _Bench:
     scheme: config.Scheme,
     key: Any,
     work: '_Work',
+    remote: serving.Remote | None,
   ) -> serving.Line:
     link = work.settings.link
     assert link.rate_gbps is not None
@@ -287,6 +318,9 @@ class _Bench:
             key[-1],
             rate_gbps=link.rate_gbps,
             rtt_ms=link.rtt_ms,
+            jitter_ms=link.jitter_ms,
+            remote=remote,
+            emulated=link.emulated,
           )
         )
         line.engine.warm_up()

@@ -14,11 +14,13 @@ import ml_collections
 
 from experiments import cell_rows, config
 from experiments.config import Ablation, Cell, Settings
-from lynx_jax.config import ConfigError, require
+from lynx_jax.config import ConfigError, Drafter, require
 
 STUDY = 'ablation'
 
-# What may be varied: all that a cell measures in one process.
+# What changes something between two processes alone.
+APART = ('link.jitter_ms', 'link.emulated', 'transfer.window_bytes')
+# What may be varied: all that a cell measures.
 VARIED = (
   'scheme',
   'mode',
@@ -38,6 +40,7 @@ VARIED = (
   'prefill_mesh',
   'decode_mesh',
   'decode_data',
+  *APART,
 )
 
 
@@ -161,13 +164,68 @@ def _assigned(
     if field not in known:
       raise ConfigError(f'{name}: {config.unknown_field(field)}')
     require(
-      any(field == own or field.startswith(f'{own}.') for own in VARIED),
+      _is_one(field, VARIED),
       f'{name}: config.{field} changes nothing that a cell measures; vary one '
       f'of {", ".join(VARIED)}',
     )
   return [
     [(field, _typed(values, name, field, word)) for field in fields]
     for word in words
+  ]
+
+
+def _is_one(field: str, fields: Iterable[str]) -> bool:
+  return any(field == own or field.startswith(f'{own}.') for own in fields)
+
+
+def between_processes(study: Ablation) -> Ablation:
+  """Returns the ablation with every cell's sides in two processes.
+
+  Raises:
+    ConfigError: a cell measures what needs both in one.
+  """
+  for cell in study.cells:
+    require(
+      not cell.settings.acceptance_tokens,
+      'KL is measured with both sides in one process: leave out --role, or set '
+      'acceptance.output_tokens=0',
+    )
+    for scheme in cell.settings.schemes:
+      require(
+        scheme.drafter is not Drafter.PREFILL,
+        f'scheme={scheme.name} needs both sides in one process: leave out '
+        '--role, or the scheme',
+      )
+  apart = (dataclasses.replace(cell, apart=True) for cell in study.cells)
+  return dataclasses.replace(study, cells=tuple(apart))
+
+
+def in_one_process(study: Ablation) -> Ablation:
+  """Returns the ablation as it is.
+
+  Raises:
+    ConfigError: a field that it varies needs two processes.
+  """
+  for cell in study.cells:
+    for field, _ in cell.values:
+      require(
+        not _is_one(field, APART),
+        f'config.{field} changes something between two processes alone: add '
+        '--role=local',
+      )
+  return study
+
+
+def command(argv: Sequence[str], cell: Cell) -> list[str]:
+  """Returns the command line of a run that is this cell alone."""
+  values = dict(cell.values) | {'study': 'cell'}
+  return [
+    *argv,
+    *(
+      f'--config.{field}={value}'
+      for field, value in values.items()
+      if value is not None
+    ),
   ]
 
 

@@ -30,7 +30,7 @@ from experiments import (
   results,
   studies,
 )
-from lynx_jax.config import ConfigError, require
+from lynx_jax.config import ConfigError, Drafter, require
 from lynx_jax.models.errors import WeightsError
 from lynx_jax.transport.streams import TransferError
 
@@ -113,6 +113,12 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
     raise ConfigError(
       'faults.peer needs --role=local, which owns the prefill process'
     )
+  alone = [s.name for s in settings.schemes if s.drafter is Drafter.PREFILL]
+  if role is not None and alone:
+    raise ConfigError(
+      f'--role={role.role}: scheme={alone[0]} needs both sides in one process; '
+      'leave either out'
+    )
   if role is not None:
     role.security()  # a file that cannot be read shows before anything runs
   if settings.study == _PREFLIGHT:
@@ -124,9 +130,15 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
   if role is not None and role.role is options.Role.PREFILL:
     return _serve(settings, role, own)
   if role is not None and settings.study in studies.MODULES:
-    raise ConfigError(
+    require(
+      settings.study == cells.STUDY,
       f'--role={role.role}: study {settings.study!r} runs in one process; '
-      'leave it out'
+      'leave it out',
+    )
+    require(
+      role.role is options.Role.LOCAL,
+      f'--role={role.role}: an ablation starts the prefill process of every '
+      'cell; take --role=local',
     )
   if role is None or not role.process:
     _workdir(own)  # what process 0 lacks shows before anything runs
@@ -257,18 +269,27 @@ def _named_study(
 ) -> Study:
   if side is None:
     _make_devices(settings.cpu_devices)
-  if settings.study in studies.MODULES:
-    return studies.load(settings.study).run
-  from experiments import latency, roles
-
   if side is None:
+    if settings.study in studies.MODULES:
+      return studies.load(settings.study).run
+    from experiments import latency
+
     return functools.partial(latency.run, profile=profile)
+  from experiments import latency, roles
 
   def run(settings, writer, screen):
     with roles.remote(settings, side, argv, screen) as remote:
       latency.run(settings, writer, screen, remote, profile=profile)
 
-  return run
+  def run_cells(settings, writer, screen):
+    def start(cell):
+      return roles.remote(
+        cell.settings, side, cells.command(argv, cell), screen
+      )
+
+    studies.load(cells.STUDY).run(settings, writer, screen, start)
+
+  return run_cells if settings.study == cells.STUDY else run
 
 
 def _make_devices(cpu_devices: int) -> None:

@@ -470,21 +470,26 @@ class Search:
     candidates: the run's own codec, then those of the config.
     most_bits: of the Anchor, on the first prompt.
     drafted: candidates whose acceptance is measured.
-    layer_prompts: on how many prompts KL is measured layer by layer.
+    compared_prompts: on how many prompts all candidates are measured; 0 is all.
+    layer_prompts: on how many prompts KL is measured layer by layer, at least.
+    slots: prompts side by side.
     at_once: prompts that one call measures; 0 is all.
   """
 
   candidates: tuple[Candidate, ...]
   most_bits: float
   drafted: int
+  compared_prompts: int
   layer_prompts: int
+  slots: int
   at_once: int
 
   def __post_init__(self):
+    _positive('search.slots', self.slots)
     require(
       self.most_bits > 0, f'search.most_bits={self.most_bits} must be positive'
     )
-    for name in ('drafted', 'layer_prompts', 'at_once'):
+    for name in ('drafted', 'compared_prompts', 'layer_prompts', 'at_once'):
       value = getattr(self, name)
       require(value >= 0, f'search.{name}={value} must be 0 or more')
 
@@ -528,11 +533,13 @@ class Cell:
     name: the fields that it changes, with their values.
     values: of every field that some cell changes, by full name.
     settings: of a run with them, without an ablation.
+    apart: its sides are two processes.
   """
 
   name: str
   values: tuple[tuple[str, Any], ...]
   settings: 'Settings'
+  apart: bool = False
 
   @property
   def key(self) -> str:

@@ -218,7 +218,7 @@ GRID = (
 DONE, FAILED = 4, 2
 
 
-def measure(bench, cell):
+def measure(bench, cell, remote=None):
   """Takes the place of engines, for tests of everything around them."""
   del bench
   time.sleep(0.1)
@@ -379,3 +379,27 @@ def test_cells_measure_what_they_say(tmp_path, monkeypatch):
   assert found['engines_made'] == 1
   assert found['recompiles_after_warmup'] == 0
   assert found['equal_to_reference'] is True
+
+
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    (('--role=local',), 'KL is measured with both sides in one process'),
+    (
+      ('--role=local', '--config.ablation.cells=scheme=prefill_continues'),
+      'prefill_continues needs both sides in one process',
+    ),
+    (
+      ('--role=decode', '--connect=127.0.0.1:1'),
+      'take --role=local',
+    ),
+  ],
+)
+def test_what_needs_one_process_is_refused(
+  tmp_path, monkeypatch, capsys, flags, message
+):
+  monkeypatch.chdir(ROOT)
+  none = '--config.acceptance.output_tokens=0'
+  more = () if 'KL' in message else (none,)
+  assert main.main([*_argv(tmp_path), *more, *flags]) == 2
+  assert message in capsys.readouterr().err

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from experiments import cli, main, options, results, sides
+from experiments import cell_rows, cli, main, options, results, sides
 from lynx_jax.config import ConfigError
 from lynx_jax.transport import control
 
@@ -227,6 +227,42 @@ def _started(*flags: str) -> Iterator[subprocess.Popen]:
       yield process
     finally:
       process.kill()
+
+
+def test_every_cell_of_an_ablation_has_a_prefill_process(tmp_path):
+  """The window bounds what is under way, which takes a second process."""
+  command = [
+    *COMMAND,
+    '--config=configs/ablation_tiny.py',
+    *SMALL[2:],
+    f'--workdir={tmp_path}',
+    '--role=local',
+    '--config.scheme=int8',
+    '--config.mode=serial',
+    '--config.transfer.window_bytes=9',  # each cell has its own
+    '--config.link.rtt_ms=40',
+    '--config.acceptance.output_tokens=0',
+    '--config.ablation.cells=',
+    '--config.ablation.axes=transfer.window_bytes=8192|1048576',
+  ]
+  for left in (2, 0):  # the second time there is nothing to do
+    done = subprocess.run(
+      command,
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      env=ENVIRONMENT,
+      check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f'2 cells, of which {left} are to be run' in done.stdout
+    assert done.stdout.count('starting the prefill process') == left
+  small, large = cell_rows.written([*results.read(tmp_path / results.FILE)])[
+    'rows'
+  ]
+  # A window of few chunks waits a round trip for the next ones.
+  assert small['ttft_provisional_s'] > large['ttft_provisional_s'] + 0.1
+  assert min(row['ttft_over_bound'] for row in (small, large)) >= 1
 
 
 def test_both_sides_on_this_machine(tmp_path):
