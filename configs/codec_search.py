@@ -5,17 +5,17 @@
       --workdir=runs/codec_search
 
 Prompts are the shipped texts, two at a time in either order: 20 of 4,000 to
-7,000 tokens. Some prompts at a time, as often as needed:
+7,000 tokens, four of them side by side. All candidates are compared on the
+first four, those that count on all. Some at a time, as often as needed:
 
-    --config.search.at_once=1
+    --config.search.at_once=4
 
 Other candidates are changes of fields of the codec:
 
     --config.search.codecs='v_axis=token; recent_tokens=128 sinks=8'
 
-Cost: about 3 minutes a prompt and 6 GB of memory on 2 cores (projected from
-parts: none of these prompts was run yet). Weights are float32: the rounding of
-bfloat16 activations would count as divergence.
+Cost: about an hour and 8 GB of memory on 2 cores. Weights are float32: the
+rounding of bfloat16 activations would count as divergence.
 """
 
 import itertools
@@ -31,6 +31,8 @@ def get_config(arg: str | None = None):
   values.study = 'codec_search'
   values.model.dtype = 'float32'
   values.acceptance.output_tokens = 128
+  values.search.slots = 4
+  values.search.compared_prompts = 4
   values.search.codecs = (
     'k_rotation=none v_rotation=none;'
     'v_rotation=none v_axis=token;'

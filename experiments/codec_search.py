@@ -41,6 +41,7 @@ RESUMES = True
 
 # What is known of a prompt: the details of its record.
 Found = Mapping[str, Any]
+_RANKED = ('kl', 'bits')
 
 
 def draw(records: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -57,8 +58,9 @@ def run(
 ) -> None:
   """Measures every prompt without a record, and writes summaries of all.
 
-  KL is measured for every candidate. Acceptance takes longer: it is measured
-  for those that have the least KL on the first prompt among the ones within
+  KL is measured for every candidate, or after `search.compared_prompts` for
+  those that summaries can be of. Acceptance takes longer: it is measured for
+  those that have the least KL on the first prompts among the ones within
   `search.most_bits`. Summaries are those of the one with the highest
   acceptance, or without any, of the run's own codec.
 
@@ -90,18 +92,21 @@ def run(
   missing = [
     pair for pair in settings.prompts if pair[0] not in known_by_prompt
   ]
-  for file, tokens in missing[: search.at_once or len(missing)]:
+  now = missing[: search.at_once or len(missing)]
+  for start in range(0, len(now), search.slots):
+    some = now[start : start + search.slots]
     found = _measure(
       settings,
       model,
       screen,
-      file,
-      tokens,
+      some,
+      candidates=_candidates(search, known),
       chosen=_drafted(known),
       layers=len(known) < search.layer_prompts,
     )
-    writer.write(results.codec_record(file, **found))
-    known.append(found)
+    for (file, _), details in zip(some, found, strict=True):
+      writer.write(results.codec_record(file, **details))
+    known += found
   for record in summaries_of(known, settings.acceptance_drafts):
     writer.write(record)
   for line in lines(known):
@@ -114,15 +119,25 @@ def _measure(
   settings: config.Settings,
   model: serving.Model,
   screen: display.Screen,
-  file: str,
-  tokens: int,
+  files: Sequence[tuple[str, int]],
   *,
+  candidates: Sequence[config.Candidate],
   chosen: Sequence[str] | None,
   layers: bool,
-) -> dict[str, Any]:
-  """Returns the details of a prompt's record."""
+) -> list[dict[str, Any]]:
+  """Returns the details of every prompt's record.
+
+  Args:
+    settings: of the run.
+    model: where it runs.
+    screen: for progress.
+    files: prompts, with their tokens, that are measured side by side.
+    candidates: what is compared.
+    chosen: names of those with acceptance; None chooses by KL.
+    layers: whether KL is measured layer by layer.
+  """
   search = settings.search
-  texts = _prefill(settings, model, screen, file, tokens)
+  texts = _prefill(settings, model, screen, files)
   oracle = forcing.Oracle(
     model.decode,
     texts,
@@ -130,77 +145,124 @@ def _measure(
     drafts=settings.acceptance_drafts,
     ends=model.tokenizer.ends,
   )
-  with screen.step('continuing it with bfloat16 KV'):
+  with screen.step('continuing with bfloat16 KV'):
     oracle.continue_exactly()
   found = {}
-  for candidate in search.candidates:
+  for candidate in candidates:
     with screen.step(candidate.name):
       found[candidate.name] = _divergences(settings, texts, oracle, candidate)
   if chosen is None:
-    within = [n for n, x in found.items() if x['bits'] <= search.most_bits]
-    within.sort(key=lambda name: found[name]['kl'])
-    chosen = within[: search.drafted]
-  for candidate in search.candidates:
+    means = {
+      name: [statistics.fmean(x[figure] for x in of) for figure in _RANKED]
+      for name, of in found.items()
+    }
+    within = [n for n, (_, bits) in means.items() if bits <= search.most_bits]
+    chosen = sorted(within, key=means.__getitem__)[: search.drafted]
+  for candidate in candidates:
     if candidate.name in chosen:
       with screen.step(f'drafting with {candidate.name}'):
-        (rounds,), (ids,) = oracle.accept(*forcing.read_both(texts, candidate))
-      found[candidate.name] |= {'rounds': rounds, 'token_ids': ids}
-  details: dict[str, Any] = {
-    'version': _version(settings),
-    'prompt_tokens': int(texts.lengths[0]),
-    'candidates': found,
-  }
+        drafted = oracle.accept(*forcing.read_both(texts, candidate))
+      for one, rounds, ids in zip(found[candidate.name], *drafted, strict=True):
+        one |= {'rounds': rounds, 'token_ids': ids}
+  details: list[dict[str, Any]] = [
+    {
+      'version': _version(settings),
+      'prompt_tokens': int(length),
+      'candidates': {name: of[i] for name, of in found.items()},
+    }
+    for i, length in enumerate(texts.lengths)
+  ]
   if layers:
     with screen.step('layer by layer'):
-      details['layers'] = sensitivity(texts, oracle, search.candidates[0])
+      costs = sensitivity(texts, oracle, search.candidates[0])
+    for one, of_layers in zip(details, costs, strict=True):
+      one['layers'] = of_layers
   return details
 
 
-def _divergences(settings, texts, oracle, candidate) -> dict[str, Any]:
-  """Returns bits, KL and agreement of a prompt.
+def _candidates(
+  search: config.Search, known: Sequence[Found]
+) -> list[config.Candidate]:
+  """Returns what is measured on the next prompts."""
+  compared = search.compared_prompts
+  if not known or not compared or len(known) < compared:
+    return [*search.candidates]
+  kept = {search.candidates[0].name, *(_drafted(known) or ()), *_exact(known)}
+  return [c for c in search.candidates if c.name in kept]
+
+
+def _exact(known: Sequence[Found]) -> list[str]:
+  """Returns the candidate nearest to bfloat16 that allows an exact plane.
+
+  It is chosen by the prompts on which all candidates were measured.
+  """
+  full = [f for f in known if len(f['candidates']) == _most(known)]
+  means = {
+    name: statistics.fmean(found)
+    for name in full[0]['candidates']
+    if (found := values(full, name, 'kl_exact'))
+  }
+  return [min(means, key=means.__getitem__)] if means else []
+
+
+def _most(known: Sequence[Found]) -> int:
+  return max(len(found['candidates']) for found in known)
+
+
+def _divergences(settings, texts, oracle, candidate) -> list[dict[str, Any]]:
+  """Returns bits, KL and agreement of every prompt.
 
   Where the codec allows an exact plane, KL from bfloat16 too.
   """
   codec = candidate.codec
-  length = int(texts.lengths[0])
-  bits = WireFormat(texts.model, codec, settings.engine).bits_a_value(length)
+  wire = WireFormat(texts.model, codec, settings.engine)
   later = [sum(t.planes[1 : candidate.anchor]) for t in (codec.k, codec.v)]
   target, draft = forcing.read_both(texts, candidate)
-  (kl,), (agreement,) = oracle.compare(target, draft)
-  found = {
-    'bits': bits.anchor
-    + statistics.mean(later) * codec.prefix_end(length) / length,
-    'kl': kl,
-    'agreement': agreement,
-  }
+  found = [
+    {
+      'bits': wire.bits_a_value(length).anchor
+      + statistics.mean(later) * codec.prefix_end(length) / length,
+      'kl': kl,
+      'agreement': agreement,
+    }
+    for length, kl, agreement in zip(
+      texts.lengths.tolist(), *oracle.compare(target, draft), strict=True
+    )
+  ]
   if all(t.planes and t.rotation is Rotation.NONE for t in (codec.k, codec.v)):
     dense, _ = forcing.read_both(texts, forcing.DENSE)
-    (found['kl_exact'],), _ = oracle.compare(dense, draft)
+    from_exact, _ = oracle.compare(dense, draft)
+    for one, kl in zip(found, from_exact, strict=True):
+      one['kl_exact'] = kl
   return found
 
 
 def sensitivity(
   texts: forcing.Texts, oracle: forcing.Oracle, candidate: config.Candidate
-) -> list[dict[str, float]]:
+) -> list[list[dict[str, float]]]:
   """Returns what a layer costs whose K, or V, alone is read from the Anchor.
 
   All else is read as the target reads it. A short text is enough: the first
   block of the continuation.
 
   Returns:
-    KL in nats of `k` and `v`, by layer.
+    KL in nats of `k` and `v`, by prompt and layer.
   """
   target, anchor = forcing.read_both(texts, candidate)
   wanted = oracle.first_block(target)
 
-  def kl(layer: int, kv: Any) -> float:
+  def kl(layer: int, kv: Any) -> list[float]:
     mixed = (*target[:layer], kv, *target[layer + 1 :])
-    (found,), _ = oracle.divergence([(wanted, oracle.first_block(mixed))])
+    found, _ = oracle.divergence([(wanted, oracle.first_block(mixed))])
     return found
 
-  return [
-    {'k': kl(layer, (low[0], full[1])), 'v': kl(layer, (full[0], low[1]))}
+  by_layer = [
+    (kl(layer, (low[0], full[1])), kl(layer, (full[0], low[1])))
     for layer, (full, low) in enumerate(zip(target, anchor, strict=True))
+  ]
+  return [
+    [{'k': k[i], 'v': v[i]} for k, v in by_layer]
+    for i in range(len(texts.lengths))
   ]
 
 
@@ -256,10 +318,9 @@ def summaries_of(
         strict=True,
       )
     )
-  exact = [values(known, name, 'kl_exact') for name in names]
-  if any(exact):
-    least = min(filter(None, exact), key=statistics.fmean)
-    yield summaries.mean('kl_anchor_exact', least, 'nats')
+  for name in _exact(known):
+    kl = values(known, name, 'kl_exact')
+    yield summaries.mean('kl_anchor_exact', kl, 'nats')
 
 
 def values(known: Sequence[Found], name: str, figure: str) -> list[Any]:
@@ -276,7 +337,8 @@ def lines(known: Sequence[Found]) -> Iterator[str]:
   for name in known[0]['candidates'] if known else ():
     bits, kl = (values(known, name, figure) for figure in ('bits', 'kl'))
     text = (
-      f'{name}: {statistics.fmean(bits):.2f} bits (worst {max(bits):.2f}), '
+      f'{name} on {len(kl)}: {statistics.fmean(bits):.2f} bits (worst '
+      f'{max(bits):.2f}), '
       f'KL {statistics.fmean(kl):.5f} ({max(kl):.5f})'
     )
     if rates := _rates(known, name):
@@ -293,18 +355,22 @@ def _prefill(
   settings: config.Settings,
   model: serving.Model,
   screen: display.Screen,
-  file: str,
-  tokens: int,
+  files: Sequence[tuple[str, int]],
 ) -> forcing.Texts:
-  """Prefills a prompt, cut to whole groups of the run's codec."""
+  """Prefills prompts, cut to whole groups of the run's codec."""
   longest = max(count for _, count in settings.prompts)
   engine = dataclasses.replace(settings.engine, prompt_tokens=longest)
   codec = settings.search.candidates[0].codec
-  text = model.tokenizer.encode(prompts.read(file))
-  tokens = min(tokens, len(text))
-  tokens = codec.prefix_end(tokens) + min(codec.recent_tokens, tokens)
-  ids = prompts.cut(text, tokens, keeps_end=prompts.KEEPS_END.get(file, False))
-  with screen.step(f'prefilling {file}, {len(ids)} tokens'):
-    prefill = Prefill(model.prefill, CodecConfig(), engine)
-    *_, state = prefill.chunks(np.asarray(ids, np.int32))
-  return forcing.Texts.gather(model.config, [file], [state])
+  prefill = Prefill(model.prefill, CodecConfig(), engine)
+  states = []
+  for file, most in files:
+    text = model.tokenizer.encode(prompts.read(file))
+    tokens = min(most, len(text))
+    tokens = codec.prefix_end(tokens) + min(codec.recent_tokens, tokens)
+    keeps_end = prompts.KEEPS_END.get(file, False)
+    ids = prompts.cut(text, tokens, keeps_end=keeps_end)
+    with screen.step(f'prefilling {file}, {len(ids)} tokens'):
+      *_, state = prefill.chunks(np.asarray(ids, np.int32))
+    states.append(state)
+  names = [file for file, _ in files]
+  return forcing.Texts.gather(model.config, names, states)

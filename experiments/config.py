@@ -200,8 +200,14 @@ def base() -> ml_collections.ConfigDict:
         'most_bits': 4.8,
         # For so many of them, those with the least KL, acceptance is measured.
         'drafted': 2,
+        # All candidates are compared on so many prompts, 0 being all. On the
+        # others only the run's own codec is measured, those with acceptance,
+        # and the best one that an exact plane allows.
+        'compared_prompts': 0,
         # KL is measured layer by layer on so many prompts.
         'layer_prompts': 1,
+        # Prompts side by side, which share the time that a step takes.
+        'slots': 1,
         # One call measures so many prompts; 0 is all.
         'at_once': 0,
       },
@@ -548,7 +554,8 @@ class Cell:
     Cells that differ in nothing that is measured, such as INT8 with other
     planes for Lynx, share it and one result.
     """
-    same = [(name, getattr(self.settings, name)) for name in _MEASURED]
+    names = (*_MEASURED, 'transfer') if self.apart else _MEASURED
+    same = [(name, getattr(self.settings, name)) for name in names]
     return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
 
 
@@ -822,7 +829,9 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
       candidates=_candidates(values),
       most_bits=values.search.most_bits,
       drafted=values.search.drafted,
+      compared_prompts=values.search.compared_prompts,
       layer_prompts=values.search.layer_prompts,
+      slots=values.search.slots,
       at_once=values.search.at_once,
     ),
     equivalence=Equivalence(**values.equivalence.to_dict()),

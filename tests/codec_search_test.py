@@ -193,38 +193,48 @@ def test_the_study_writes_candidates_and_summaries(
   tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(pathlib.Path(__file__).parents[1])
+  plain = 'k_rotation=none v_rotation=none'
   argv = [
     'main',
     '--config=configs/codec_search.py',
     f'--workdir={tmp_path}',
-    '--config.prompt_file=book,chat',
+    '--config.prompt_file=book,chat,code',
     '--config.model.path=tiny',
     '--config.prompt_tokens=224',
     '--config.engine.layer_groups=2',
     '--config.acceptance.output_tokens=12',
-    f'--config.search.codecs={NAME}',
+    f'--config.search.codecs={NAME}; sinks=0; {plain}; {plain} sinks=0',
     '--config.search.most_bits=8.0',
     '--config.search.drafted=1',
-    '--config.search.at_once=1',
+    '--config.search.compared_prompts=1',
+    '--config.search.slots=2',
   ]
-  assert main.main(argv) == 0
-  assert '1 prompts are left' in capsys.readouterr().out
+  assert main.main([*argv, '--config.search.at_once=1']) == 0
+  assert '2 prompts are left' in capsys.readouterr().out
   assert main.main(argv) == 0
   records = list(results.read(tmp_path / results.FILE))
-  one, other = (r['detail'] for r in records if r.get('name') == 'codec')
-  assert [one['prompt_tokens'], other['prompt_tokens']] == [192, 192]
-  fine, coarse = one['candidates'].values()
+  one, *others = (r['detail'] for r in records if r.get('name') == 'codec')
+  assert [d['prompt_tokens'] for d in (one, *others)] == [192] * 3
+  fine, coarse, *more = one['candidates'].values()
   # The first has less KL, but more bits than allowed.
   assert coarse['bits'] < 8.0 < fine['bits']
   assert fine['kl'] < coarse['kl']
   assert ['rounds' in each for each in (fine, coarse)] == [False, True]
+  assert len(more) == 3
+  # What is not compared, nor drafted with, is left out on the others; of the
+  # two that an exact plane allows, the nearer one stays.
+  exact = min(
+    (plain, f'{plain} sinks=0'), key=lambda n: one['candidates'][n]['kl_exact']
+  )
+  base = next(iter(one['candidates']))
+  assert [[*d['candidates']] for d in others] == [[base, NAME, exact]] * 2
   assert [sorted(layer) for layer in one['layers']] == [['k', 'v']] * 4
   assert min(min(layer.values()) for layer in one['layers']) >= 0
-  assert 'layers' not in other
+  assert not any('layers' in other for other in others)
   last = {r['name']: r for r in records if r['kind'] == 'summary'}
-  both = [d['candidates'][NAME] for d in (one, other)]
-  assert last['kl_anchor']['value'] == np.mean([each['kl'] for each in both])
-  assert last['kl_anchor']['n'] == 2
+  all_kl = [d['candidates'][NAME]['kl'] for d in (one, *others)]
+  assert last['kl_anchor']['value'] == np.mean(all_kl)
+  assert last['kl_anchor']['n'] == last['kl_anchor_exact']['n'] == 3
   assert last['bits_anchor']['value'] == coarse['bits']
   assert 0 <= last['acceptance_gamma8']['value'] <= 1
   assert 'left' not in capsys.readouterr().out

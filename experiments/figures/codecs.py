@@ -38,8 +38,11 @@ def draw(records: Sequence[Record]) -> Iterator[Drawing]:
 def _pareto(details: Sequence[Record]) -> Drawing:
   names = [*details[0]['candidates']]
   found: dict[str, dict[str, _Point]] = {}
+  counts: dict[str, int] = {}
   for name in names:
-    mine = [d['candidates'][name] for d in details]
+    # Not every candidate is measured on all prompts.
+    mine = [d['candidates'][name] for d in details if name in d['candidates']]
+    counts[name] = len(mine)
     rounds = [one['rounds'] for one in mine if one.get('rounds')]
     found[name] = {
       'bits': _point([one['bits'] for one in mine]),
@@ -61,7 +64,7 @@ def _pareto(details: Sequence[Record]) -> Drawing:
   lengths = sorted(d['prompt_tokens'] for d in details)
   keys = [f'{i}  {name}' for i, name in enumerate(names, 1)]
   words = (
-    f'measured · n = {len(details)} prompts of '
+    f'measured · n = {drawing.span(sorted(counts.values()), str)} prompts of '
     f'{drawing.span(lengths, "{:,}".format)} tokens'
   )
   figure.text(
@@ -76,6 +79,7 @@ def _pareto(details: Sequence[Record]) -> Drawing:
   rows = tuple(
     (
       f'{i} {name}',
+      str(counts[name]),
       drawing.number(points['bits'][0]),
       drawing.number(points['kl'][0], 5),
       _between(points['kl']),
@@ -100,11 +104,12 @@ def _pareto(details: Sequence[Record]) -> Drawing:
     'acceptance is that of rounds, measured for the best by KL. The line joins '
     'codecs that no other beats in both.',
     'Codecs: '
-    + '; '.join(f'{row[0]}: {row[1]} bits, KL {row[2]}' for row in rows)
+    + '; '.join(f'{row[0]}: {row[2]} bits, KL {row[3]}' for row in rows)
     + '.',
     Table(
       (
         'codec',
+        'prompts',
         'bits a value',
         'KL, nats',
         '90 % interval',
