@@ -9,6 +9,7 @@ libtpu processes at once fail on its lock file, so one worker runs them all.
 import gc
 import os
 import signal
+import tempfile
 
 # The tests are about the program, never about the machine's accelerator; what
 # the caller's shell says about devices must not change them.
@@ -20,8 +21,13 @@ os.environ['TPU_SKIP_MDS_QUERY'] = '1'
 os.environ['TPU_STDERR_LOG_LEVEL'] = '3'
 os.environ['TPU_MIN_LOG_LEVEL'] = '3'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
-# What an earlier run has compiled must not decide what this one sees.
-os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
+# The workers of a run share what they compile. What an earlier run has compiled
+# must not decide what this one sees: it starts with nothing.
+if 'PYTEST_XDIST_WORKER' not in os.environ:
+  _PROGRAMS = tempfile.TemporaryDirectory(prefix='lynx-test-programs-')
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = _PROGRAMS.name
+os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'true'
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 
 # A shell's background jobs ignore Ctrl-C, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -183,10 +183,19 @@ def test_compiled_programs_are_kept_where_that_can_be_written(
 
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
   (tmp_path / 'file').touch()  # no folder can be made below it
-  cli.keep_programs()  # tests keep none: see conftest
-  assert jax.config.jax_compilation_cache_dir is None
-  jax.config.update('jax_enable_compilation_cache', True)
+  names = (
+    'jax_compilation_cache_dir',
+    'jax_compilation_cache_max_size',
+    'jax_enable_compilation_cache',
+    'jax_persistent_cache_min_compile_time_secs',
+  )
+  before = {name: getattr(jax.config, name) for name in names}
   try:
+    jax.config.update('jax_compilation_cache_dir', None)
+    jax.config.update('jax_enable_compilation_cache', False)
+    cli.keep_programs()
+    assert jax.config.jax_compilation_cache_dir is None
+    jax.config.update('jax_enable_compilation_cache', True)
     cli.keep_programs()
     assert jax.config.jax_compilation_cache_dir is None
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
@@ -209,9 +218,8 @@ def test_compiled_programs_are_kept_where_that_can_be_written(
     left = {path.name for path in kept.glob('*-cache')}
     assert left == {'fresh-cache', 'whole-cache'}
   finally:
-    jax.config.update('jax_enable_compilation_cache', False)
-    jax.config.update('jax_compilation_cache_dir', None)
-    jax.config.update('jax_compilation_cache_max_size', -1)
+    for name, value in before.items():
+      jax.config.update(name, value)
 
 
 def test_help(capsys):
