@@ -93,7 +93,16 @@ STUDIES = {
     minutes=None,
   ),
   'transport': Study(command='make transport-study', minutes=20),
+  'equivalence': Study(
+    command='make equivalence-study',
+    minutes=45,
+    figures={'upgrade.png': 'upgrade'},
+  ),
 }
+
+
+# Events that figures are drawn from, beside those of requests.
+_KEPT = ('run', 'acceptance', 'compared', results.CODEC, results.EQUIVALENCE)
 
 
 class PageError(Exception):
@@ -111,8 +120,8 @@ def pages() -> list[pathlib.Path]:
 def take(workdir: pathlib.Path) -> pathlib.Path:
   """Takes over the records of a finished run; its folder names the study.
 
-  Kept are requests, summaries, what was measured besides, and of the events
-  those of requests that a timeline shows, and those that the planner takes its
+  Kept are requests, summaries, what was measured besides (a prompt, a codec), and
+  of the events those of requests that a timeline shows, and those that the planner takes its
   costs from. Times are rounded to microseconds.
 
   Returns:
@@ -135,7 +144,7 @@ def take(workdir: pathlib.Path) -> pathlib.Path:
     for i, record in enumerate(records)
     if record['kind'] == 'summary'
     or (record['kind'] == 'request' and study.requests)
-    or record.get('name') in ('run', 'acceptance', 'compared')
+    or record.get('name') in _KEPT
     or (record['kind'] == 'event' and record['request'] in shown)
     or i in costs
   ]
