@@ -4,15 +4,18 @@
 Programs are left out: `sides_test` runs them in real processes.
 """
 
+import contextlib
 import gc
 import itertools
 import multiprocessing
 import queue
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from lynx_jax.sampling import GREEDY
 from lynx_jax.sender import PrefillDone, PrefillFailed
 from lynx_jax.timeline import Timeline
 from lynx_jax.transport import control
+from lynx_jax.transport import exchange as exchange_lib
 from lynx_jax.transport.courier import Arrival
 from lynx_jax.transport.exchange import Ended, Exchange
 from lynx_jax.transport.streams import Chunk, ChunkKey, Stream
@@ -52,6 +56,33 @@ def in_each(
     finally:
       for own in linked:
         own.close()
+
+
+def test_who_does_not_know_the_secret_keeps_nobody_waiting():
+  listener = socket.create_server(('127.0.0.1', 0))
+  address, secret = listener.getsockname(), b'known to the side'
+
+  def knock(key: bytes) -> bool:
+    try:
+      with connection.Client(address, authkey=key) as link:
+        link.send_bytes(b'here')
+        return link.recv_bytes() == b'welcome'
+    except (OSError, EOFError, multiprocessing.AuthenticationError):
+      return False
+
+  with listener, contextlib.ExitStack() as strangers:
+    for junk in (b'', b'GET / HTTP/1.1\r\n\r\n', b'\xff' * 12, bytes(4)):
+      stranger = socket.create_connection(address)
+      strangers.enter_context(stranger).sendall(junk)
+    socket.create_connection(address).close()
+    with futures.ThreadPoolExecutor() as pool:
+      knocks = [pool.submit(knock, key) for key in (b'guess', secret, secret)]
+      admitted = pool.submit(exchange_lib.admit, listener, secret, 2)
+      for link in admitted.result(timeout=BOUND_S):
+        assert link.recv_bytes() == b'here'
+        link.send_bytes(b'welcome')
+      heard = [one.result(timeout=BOUND_S) for one in knocks]
+  assert heard == [False, True, True]
 
 
 class Side:

@@ -8,7 +8,9 @@ that are silent. Sides are jobs of their own.
 """
 
 import contextlib
+import multiprocessing
 import os
+import queue
 import secrets
 import select
 import socket
@@ -30,6 +32,7 @@ _SECRET_BYTES = 32
 _SPREAD_BYTES = 128  # what process 0 says of itself
 _FAREWELL = b'\xc1'  # no msgpack value begins like this
 _LONGEST_REASON = 1000  # bytes
+_LOOK_S = 0.05  # longest wait before looking who is admitted
 _REASON_S = 0.5  # in which a reader may come upon a farewell
 
 
@@ -187,8 +190,9 @@ def join(host: str) -> Exchange | None:
   own = np.zeros(_SPREAD_BYTES, np.uint8)
   if process == 0:
     secret = secrets.token_bytes(_SECRET_BYTES)
-    listener = connection.Listener((host, 0), _family(host), processes, secret)
-    data = _packed((host, listener.address[1], secret))
+    family = socket.AF_INET6 if ':' in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=processes)
+    data = _packed((host, listener.getsockname()[1], secret))
     own[: len(data)], own[-1] = [*data], len(data)
   told = fetch(multihost_utils.broadcast_one_to_all(own), Read.TRANSFER)
   if process:
@@ -198,9 +202,43 @@ def join(host: str) -> Exchange | None:
     link.send_bytes(_packed(process))
     return Exchange([link], process)
   with listener:
-    found = [_prompt(listener.accept()) for _ in range(processes - 1)]
+    found = [_prompt(link) for link in admit(listener, secret, processes - 1)]
   links = {_unpacked(link.recv_bytes()): link for link in found}
   return Exchange([links[i] for i in range(1, processes)], process)
+
+
+def admit(
+  listener: socket.socket, secret: bytes, count: int
+) -> list[connection.Connection]:
+  """Returns links to so many processes that know the secret.
+
+  Whoever else comes, as a port scanner does, is turned away; one that says
+  nothing keeps nobody waiting.
+  """
+  admitted: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
+
+  def meet(link: connection.Connection) -> None:
+    try:
+      connection.deliver_challenge(link, secret)
+      connection.answer_challenge(link, secret)
+    except (OSError, EOFError, multiprocessing.AuthenticationError):
+      link.close()
+    else:
+      admitted.put(link)
+
+  met: list[connection.Connection] = []
+  listener.settimeout(_LOOK_S)
+  while admitted.qsize() < count:
+    with contextlib.suppress(TimeoutError, ConnectionError):
+      stream, _ = listener.accept()
+      stream.setblocking(True)
+      met.append(connection.Connection(stream.detach()))
+      threading.Thread(target=meet, args=(met[-1],), daemon=True).start()
+  found = [admitted.get() for _ in range(count)]
+  for stranger in set(met).difference(found):
+    with contextlib.suppress(OSError), _socket(stranger) as same:
+      same.shutdown(socket.SHUT_RDWR)  # its thread finds the end
+  return found
 
 
 def _family(host: str) -> str:
