@@ -76,11 +76,19 @@ class Options:
         + (f'needs --{name}=ADDRESS:PORT' if wanted else f'takes no --{name}'),
       )
     self._check_processes()
-    if self.listen is not None:
-      from lynx_jax.transport import control
+    self._check_addresses()
 
+  def _check_addresses(self) -> None:
+    from lynx_jax.transport import control
+
+    if self.listen is not None:
       for address in self.listen.split(','):
         control.check_interface(address)
+    if self.connect is not None:
+      for address in self.connect.split(','):
+        control.check_address('connect', address)
+    if self.coordinator is not None:
+      control.check_address('coordinator', self.coordinator)
 
   def _check_processes(self) -> None:
     told = [self.coordinator, self.processes, self.process]
@@ -140,6 +148,7 @@ class Options:
 
     Raises:
       OSError: one cannot be read.
+      ConfigError: the token is none.
     """
     from lynx_jax.transport import control
 
@@ -150,8 +159,13 @@ class Options:
     }
     token = None
     if self.token_file is not None:
-      token = pathlib.Path(self.token_file).read_text('utf-8').strip()
-      require(bool(token), f'{self.token_file!r} holds no token')
+      token = pathlib.Path(self.token_file).read_text('utf-8', 'replace')
+      token = token.strip()
+      require(
+        bool(token) and token.isascii() and token.isprintable(),
+        f'{self.token_file!r} holds no token: one line of printable ASCII '
+        'characters',
+      )
     return control.Security(token=token, **files)
 
 

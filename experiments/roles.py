@@ -142,7 +142,7 @@ def serve(
   signal.signal(signal.SIGTERM, lambda *_: ends.put(_DRAIN_S))
   if options.ends_with_stdin:
     threading.Thread(target=_watch_stdin, args=(ends,), daemon=True).start()
-  print(f'{SERVING}{host}:{server.port}', flush=True)
+  print(f'{SERVING}{sides.together(host, server.port)}', flush=True)
   try:
     with side.leaving(), profiling.trace(profile):
       server.drain(_told(ends, side))

@@ -178,7 +178,7 @@ def _initialize(side: Side, coordinator: str, local: Any) -> None:
   """Starts `jax.distributed`, in which nothing but this side is."""
   count, limit_s = side.processes, side.options.start_s
   host, port = numeric(coordinator)
-  address = f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
+  address = together(host, port)
   _reach(side, host, port)
   # It would take SIGTERM for a warning, and a process would outlive it.
   jax.config.update('jax_enable_preemption_service', False)
@@ -328,11 +328,16 @@ def numeric(address: str) -> tuple[str, int]:
   host, _, port = address.rpartition(':')
   try:
     found = socket.getaddrinfo(host.strip('[]'), int(port))
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, OverflowError) as error:
     raise ConfigError(
       f'{address!r} must be ADDRESS:PORT, for example 127.0.0.1:7000 ({error})'
     ) from error
   return str(found[0][4][0]), int(found[0][4][1])
+
+
+def together(host: str, port: int) -> str:
+  """Returns HOST:PORT, which `numeric` takes apart."""
+  return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -10,7 +10,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -106,8 +106,13 @@ class PrefillServer:
     self._server, self.port = control.serve(
       self._on_peer, self._on_fetch, listen, security
     )
-    if pull_host is not None and self._start_server(pull_host) is None:
-      self._pull_host = None
+    if pull_host is not None:
+      server = self._start_server(pull_host)
+      if server is None:
+        self._pull_host = None
+      else:
+        with self._lock:
+          self._idle_servers.append(server)
 
   def warm_up(self) -> None:
     """Compiles what prompts need, as long as nobody waits for them.
@@ -248,29 +253,27 @@ class PrefillServer:
     if pulls and self._pull_host is not None:
       with self._lock:
         server = self._idle_servers.pop() if self._idle_servers else None
-      if server is None and self._start_server(self._pull_host) is not None:
-        with self._lock:
-          server = self._idle_servers.pop()
+      if server is None:
+        server = self._start_server(self._pull_host)
     if server is None:
       yield ByteSource()
       return
     source = pull.PullSource(server)
-    yield source
-    source.reset()
-    with self._lock:
-      self._idle_servers.append(server)
+    try:
+      yield source
+    finally:  # a session ends with an error, always
+      source.reset()
+      with self._lock:
+        self._idle_servers.append(server)
 
   def _start_server(self, host: str) -> Any | None:
     try:
-      server = pull.start_server(host)
+      return pull.start_server(host)
     except ConfigError:
       raise
     except Exception as error:  # whatever the runtime says
       logging.warning('no transfer server: %s; chunks go as bytes', error)
       return None
-    with self._lock:
-      self._idle_servers.append(server)
-    return server
 
   def _on_peer(self, channel: control.ServerChannel) -> None:
     name = secrets.token_hex(16)
@@ -299,18 +302,28 @@ class PrefillServer:
           session.close()
           with self._lock:
             del self._sessions[name]
+          for cancel in tuple(session.fetches):
+            cancel()
     except control.PeerLost as error:
       logging.info('%s is gone: %s', channel.peer, error)
     except messages.ProtocolError as error:
       logging.warning('%s: %s', channel.peer, error)
 
   def _on_fetch(
-    self, session: str, requests: Iterable[bytes]
+    self,
+    session: str,
+    requests: Iterable[bytes],
+    cancel: Callable[[], object],
   ) -> Iterator[bytes]:
     with self._lock:
       found = self._sessions.get(session)
-    if found is not None and isinstance(found.source, ByteSource):
+      if found is None or not isinstance(found.source, ByteSource):
+        return
+      found.fetches.add(cancel)
+    try:
       yield from found.source.frames(requests)
+    finally:
+      found.fetches.discard(cancel)
 
 
 class _Session:
@@ -326,6 +339,8 @@ class _Session:
     parts: int,
   ):
     self.channel, self.source = channel, source
+    # What breaks off the peer's streams of bytes, guarded by the server.
+    self.fetches: set[Callable[[], object]] = set()
     self._server, self._wire = server, wire
     self._window_bytes, self._parts = window_bytes, parts
     self._lock = threading.Lock()  # guards the three below
@@ -422,6 +437,8 @@ class _Session:
     self, sender: Sender[Publisher], submitted: messages.Submit
   ) -> None:
     key = submitted.request, submitted.generation
+    if key in self._ids:
+      return  # told twice
     problem = self._problem(submitted)
     if problem is not None:
       self.channel.send(
@@ -491,9 +508,13 @@ class _Session:
         self._timelines.pop(name, None)
 
   def _warm_up(self, sender: Sender[Publisher]) -> None:
-    for _, parts in sender.warm_up():
-      jax.block_until_ready(digest.pack((parts,)))
-    self.channel.send(messages.WarmUp())
+    try:
+      for _, parts in sender.warm_up():
+        jax.block_until_ready(digest.pack((parts,)))
+    except Exception as error:  # the peer waits for an answer
+      self._fail(error)
+    else:
+      self.channel.send(messages.WarmUp())
 
   def _announce(self, announcements: Sequence[Announcement]) -> None:
     """Tells the peer, request by request, in the order of publication."""
@@ -518,7 +539,7 @@ class _Session:
       )
 
   def _fail(self, error: Exception) -> None:
-    logging.error('%s: publishing failed: %s', self.channel.peer, error)
+    logging.error('%s: the session failed: %r', self.channel.peer, error)
     self.channel.close()
 
   def _pass_records_on(self, sender: Sender[Publisher]) -> None:

@@ -156,7 +156,8 @@ class RemotePrefill:
     self._damaged: collections.Counter[Any] = collections.Counter()
     self._broken: Exception | None = None  # what the link has said
     self._lost: Exception | None = None  # why there is no session
-    self._warm = threading.Event()
+    self._warm = threading.Event()  # cleared while the sender warms up
+    self._warm.set()
     self._awake = threading.Event()  # something to do for a lost session
     self._draining = self._closed = False
     self._transport = Receiver(
@@ -187,18 +188,22 @@ class RemotePrefill:
     Raises:
       TransferError: the sender was lost meanwhile.
     """
-    self._warm.clear()
-    self._send(messages.WarmUp())
-    for part in self._wire.slice_kinds():
-      for row in self._layouts:
-        layouts = row.of(part)
-        packed = self._zeros(tuple(layout.packed for layout in layouts))
-        (parts,), sums = digest.unpack((packed,), (layouts,))
-        jax.block_until_ready(sums)
-      yield part, parts
-    while not self._warm.wait(_TICK_S):
-      if self._lost is not None:
-        raise control.PeerLost(f'while it warmed up: {self._lost}')
+    with self._lock:
+      self._warm.clear()
+      self._send(messages.WarmUp())
+    try:
+      for part in self._wire.slice_kinds():
+        for row in self._layouts:
+          layouts = row.of(part)
+          packed = self._zeros(tuple(layout.packed for layout in layouts))
+          (parts,), sums = digest.unpack((packed,), (layouts,))
+          jax.block_until_ready(sums)
+        yield part, parts
+      while not self._warm.wait(_TICK_S):
+        if self._lost is not None:
+          raise control.PeerLost(f'while it warmed up: {self._lost}')
+    finally:
+      self._warm.set()
 
   def compute(
     self,
@@ -438,6 +443,8 @@ class RemotePrefill:
       self._epoch = self._mended = 0
       self._draining = False
       self._transport.attach(link)
+      if not self._warm.is_set():
+        self._send(messages.WarmUp())
       for entry in self._requests.values():
         if not entry.failed:
           entry.generation += 1
@@ -655,8 +662,11 @@ class RemotePrefill:
       if starved and self._mended < self._patience.retries:
         self._mend(TransferStalled(f'nothing published for {limit_s:.3g} s'))
         return
-      for entry in starved:
-        self._apply_policy(entry, limit_s)
+      with self._lock:
+        for entry in starved:
+          # It may have been dropped meanwhile.
+          if entry.id in self._requests and not entry.failed:
+            self._apply_policy(entry, limit_s)
 
   def _stall_s(self) -> float:
     """Returns the longest time in which nothing may come."""
@@ -766,11 +776,11 @@ class RemotePrefill:
       self._broken = error
       return
     logging.warning('%s; it is asked for again', error)
-    self._damaged[chunk.key] += 1
     with self._lock:
       entry = self._requests.get(chunk.request)
       if entry is None:
         return
+      self._damaged[chunk.key] += 1
       if self._damaged[chunk.key] > self._patience.retries:
         self._fail(entry, error)
       else:

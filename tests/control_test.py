@@ -23,7 +23,8 @@ def _answer(channel: control.ServerChannel) -> None:
       channel.send(message)
 
 
-def _echo(session: str, requests) -> Iterator[bytes]:
+def _echo(session: str, requests, cancel) -> Iterator[bytes]:
+  del cancel
   for request in requests:
     yield session.encode() + request
 
@@ -135,3 +136,16 @@ def test_tls_demands_certificates_of_both(signed):
 def test_half_a_certificate_is_refused(signed):
   with pytest.raises(ConfigError, match='one of them is missing'):
     control.Security(certificate=signed.certificate)
+
+
+def test_an_authority_alone_is_no_open_door(signed):
+  """Nobody can be asked for a certificate where nothing is encrypted."""
+  alone = control.Security(authority=signed.authority)
+  with pytest.raises(ConfigError, match='needs a certificate and its key'):
+    control.serve(_answer, _echo, '127.0.0.1:0', alone)
+
+
+def test_files_that_are_no_certificate_are_named():
+  junk = control.Security(certificate=b'junk', key=b'junk')
+  with pytest.raises(ConfigError, match='look at the PEM files'):
+    control.serve(_answer, _echo, '127.0.0.1:0', junk)

@@ -4,11 +4,12 @@
 import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from lynx_jax import handshake
+from lynx_jax import handshake, sender
 from lynx_jax.prefill_server import PrefillServer
 from lynx_jax.transport import control, messages
 from tests import transfers
@@ -50,7 +51,7 @@ def test_peers_share_the_memory():
           sender=f'{needed - 1} bytes',
           receiver=f'{needed} bytes',
         )
-    _until_free(server)
+    _until(lambda: not server.peers)
     with _session(server, fingerprint) as (_, third):
       assert isinstance(third, messages.Welcome)
 
@@ -87,9 +88,9 @@ def test_a_mesh_that_does_not_fit_is_refused_by_name(differs, field, receiver):
   assert 'process' in str(error).rpartition(';')[-1]  # the remedy
 
 
-def _until_free(server: PrefillServer) -> None:
+def _until(condition: Callable[[], bool]) -> None:
   until_s = time.monotonic() + WAIT_S
-  while server.peers:
+  while not condition():
     assert time.monotonic() < until_s
     time.sleep(0.01)
 
@@ -98,3 +99,38 @@ def test_a_lack_of_memory_names_both_values_and_a_remedy():
   error = control.HandshakeError(messages.MEMORY, '5 bytes', '7 bytes')
   for part in ('5 bytes', '7 bytes', 'engine.slots', 'transfer.prefill_bytes'):
     assert part in str(error)
+
+
+def test_a_transfer_server_serves_one_peer_after_the_other():
+  model = transfers.model()
+  fingerprint = handshake.fingerprint(model)
+  server = PrefillServer(model, transfers.FORMATS)
+  addresses = []
+  with contextlib.closing(server):
+    for _ in range(3):
+      with _session(server, fingerprint, pulls=True) as (_, answer):
+        assert isinstance(answer, messages.Welcome)
+        addresses.append(answer.address)
+      _until(lambda: bool(server._idle_servers))
+  assert None not in addresses
+  assert len({*addresses}) == 1
+
+
+def test_a_warm_up_that_fails_ends_the_session(monkeypatch):
+  """The peer, which waits for its end, must not wait for ever."""
+
+  def fail(sender):
+    raise MemoryError('no room')
+
+  monkeypatch.setattr(sender.Sender, 'warm_up', fail)
+  model = transfers.model()
+  server = PrefillServer(model, transfers.FORMATS, pull_host=None)
+  fingerprint = handshake.fingerprint(model)
+  with (
+    contextlib.closing(server),
+    _session(server, fingerprint) as (channel, answer),
+  ):
+    assert isinstance(answer, messages.Welcome)
+    channel.send(messages.WarmUp())
+    with pytest.raises(control.PeerLost):
+      channel.receive(WAIT_S)

@@ -8,10 +8,12 @@ must end within a bound, in the reference output or in a typed error.
 import contextlib
 import dataclasses
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -25,6 +27,7 @@ from lynx_jax import handshake
 from lynx_jax.config import ConfigError, TensorCodec
 from lynx_jax.engine import Engine, Mode, Request, Result, Sampling, State
 from lynx_jax.patience import Patience, Policy
+from lynx_jax.prefill_server import PrefillServer
 from lynx_jax.remote_prefill import RemotePrefill, TransferStalled
 from lynx_jax.transport import control, messages, pull
 from lynx_jax.transport.fault_plan import Fault, FaultPlan
@@ -390,6 +393,44 @@ def test_a_killed_sender_comes_back_on_another_port(
     _check(_finish(engine, keys), references)
 
 
+def test_a_sender_that_is_killed_while_it_warms_up_is_replaced(
+  children, child, fingerprint
+):
+  first = children()
+  living = [first]
+  remote = RemotePrefill(
+    WIRE,
+    fingerprint,
+    transfers.placement(),
+    dial=lambda: control.ClientChannel(living[0].address),
+    patience=HASTY,
+  )
+  with contextlib.closing(remote):
+    first.signal(signal.SIGSTOP)  # it cannot answer any more
+    kinds = remote.warm_up()
+    next(kinds)
+    living[0] = child
+    first.signal(signal.SIGKILL)
+    warm = threading.Thread(target=list, args=(kinds,), daemon=True)
+    warm.start()
+    _until(lambda: not warm.is_alive(), within_s=BOUND_S)
+    assert remote._lost is None
+
+
+def test_a_damaged_chunk_of_nobody_leaves_no_trace(child, fingerprint):
+  remote = RemotePrefill(
+    WIRE,
+    fingerprint,
+    transfers.placement(),
+    dial=lambda: control.ClientChannel(child.address),
+    patience=HASTY,
+  )
+  with contextlib.closing(remote):
+    chunk, *_ = WIRE.manifest(7, 200, 0)
+    remote._on_damaged(chunk, 1, CorruptChunk('of a request that is gone'))
+    assert not remote._damaged
+
+
 def test_a_sender_that_never_comes_back_is_a_typed_error(
   children, fingerprint, decode_model, server
 ):
@@ -478,6 +519,25 @@ def test_a_silent_receiver_loses_its_lease(child, fingerprint):
   with pytest.raises(control.PeerLost):
     _read_all(channel)
   channel.close()
+
+
+def test_a_silent_receiver_holds_no_stream_of_bytes(fingerprint):
+  """A process that is stopped would keep it open, and a thread busy."""
+  server = PrefillServer(
+    engines.model(), [WIRE], pull_host=None, lease_s=transfers.LEASE_S
+  )
+  with contextlib.closing(server):
+    channel = control.ClientChannel(f'127.0.0.1:{server.port}')
+    channel.send(_hello(fingerprint))
+    welcome = channel.receive(BOUND_S)
+    assert isinstance(welcome, messages.Welcome)
+    asked: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    frames = channel.fetch(welcome.session, iter(asked.get, None))
+    with pytest.raises(control.PeerLost, match='CANCELLED'):
+      next(frames)
+    assert server.peers == 0
+    asked.put(None)
+    channel.close()
 
 
 def _read_all(channel: control.ClientChannel) -> None:
@@ -574,6 +634,24 @@ def test_a_prompt_that_does_not_fit_is_a_typed_error(child, fingerprint):
   channel.close()
 
 
+def test_a_prompt_that_is_told_twice_is_computed_once(child, fingerprint):
+  channel = control.ClientChannel(child.address)
+  channel.send(_hello(fingerprint))
+  assert isinstance(channel.receive(BOUND_S), messages.Welcome)
+  one = transfers.submitted(WIRE, engines.prompt(33))
+  for submitted in (one, one, dataclasses.replace(one, request=1)):
+    channel.send(submitted)
+  done: list[int] = []
+  while 1 not in done:
+    channel.send(messages.Beat(sent_s=0.0))
+    answer = channel.receive(BOUND_S)
+    assert answer is not None
+    if isinstance(answer, messages.Done):
+      done.append(answer.request)
+  assert done == [0, 1]
+  channel.close()
+
+
 def test_junk_on_the_control_port_harms_nobody(
   child, fingerprint, decode_model, references
 ):
@@ -622,9 +700,10 @@ def test_a_server_that_drains_finishes_and_sends_others_elsewhere(
 
 
 def test_addresses_that_are_no_single_interface_are_refused():
-  for listen in ('0.0.0.0:0', '[::]:0', 'nonsense', ':7'):
+  everywhere = '0.0.0.0:0', '0:0', '0x0:0', '[::]:0', '[::ffff:0.0.0.0]:0'
+  for listen in (*everywhere, 'nonsense', ':7', '127.0.0.1:65536'):
     with pytest.raises(ConfigError):
-      control.serve(lambda channel: None, lambda name, r: r, listen)
-  for host in ('0.0.0.0', 'localhost'):
+      control.serve(lambda channel: None, lambda name, r, end: r, listen)
+  for host in ('0.0.0.0', '::ffff:0.0.0.0', 'localhost'):
     with pytest.raises(ConfigError):
       pull.start_server(host)

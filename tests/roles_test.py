@@ -57,6 +57,9 @@ def _programs_of_these_tests(tmp_path_factory):
     (['--process=0'], '--process needs a --role'),
     (['--role=prefill', '--listen=7000'], "'7000' must be ADDRESS:PORT"),
     (['--role=prefill', '--listen=0.0.0.0:0'], 'every interface'),
+    (['--role=prefill', '--listen=127.0.0.1:65536'], 'must be ADDRESS:PORT'),
+    (['--role=decode', '--connect=prefill-0'], "--connect='prefill-0' must be"),
+    (['--role=decode', f'--connect=a:{10**30}'], 'must be ADDRESS:PORT'),
     (['--role=local', '--key=/no/such'], "'/no/such': No such file"),
     (
       [
@@ -113,6 +116,7 @@ def _unused_port() -> int:
     (DECODE, 'has 2 addresses, but this side has 1 processes'),
     (_one_of(0, 3, **DECODE), 'has 2 addresses, but this side has 3 processes'),
     (_one_of(0, 2, **PREFILL | {'listen': '10.0.0.1:0,0.0.0.0:0'}), 'every'),
+    (_one_of(0, 2, **PREFILL) | {'coordinator': 'a:b'}, "--coordinator='a:b'"),
   ],
 )
 def test_processes_that_do_not_fit(given, message):
@@ -122,6 +126,22 @@ def test_processes_that_do_not_fit(given, message):
 
   with pytest.raises(ConfigError, match=message):
     read()
+
+
+@pytest.mark.parametrize(
+  'content', [b' \n', b'\xff\xfe', 'schlüssel'.encode(), b'one\ntwo']
+)
+def test_what_a_header_cannot_carry_is_no_token(tmp_path, content):
+  file = tmp_path / 'token'
+  file.write_bytes(content)
+  role = options.Options(**PREFILL, token_file=str(file))
+  with pytest.raises(ConfigError, match='holds no token'):
+    role.security()
+
+
+@pytest.mark.parametrize('host', ['127.0.0.1', '::1'])
+def test_what_a_prefill_process_prints_can_be_connected_to(host):
+  assert sides.numeric(sides.together(host, 7000)) == (host, 7000)
 
 
 @pytest.mark.parametrize(

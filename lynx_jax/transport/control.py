@@ -9,6 +9,7 @@ import dataclasses
 import hmac
 import ipaddress
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
@@ -25,6 +26,7 @@ _SESSION = '/lynx.Prefill/Session'
 _FETCH = '/lynx.Prefill/Fetch'
 _TOKEN = 'authorization'
 _FRAME_SLACK_BYTES = 4096
+_PORT_DIGITS, _LAST_PORT = 5, 2**16 - 1
 _OPTIONS = (
   ('grpc.max_receive_message_length', messages.MAX_BYTES + _FRAME_SLACK_BYTES),
   ('grpc.max_send_message_length', messages.MAX_BYTES + _FRAME_SLACK_BYTES),
@@ -79,7 +81,7 @@ class Security:
     token: both sides must know it; None lets everybody in.
     certificate, key: PEM of this side; None at a server means no TLS.
     authority: PEM of who signed the other side's certificate. A server that
-      has it demands client certificates.
+      has it demands client certificates, and needs one of its own.
   """
 
   token: str | None = None
@@ -168,7 +170,9 @@ class ServerChannel(_Queues):
 
 def serve(
   on_peer: Callable[[ServerChannel], None],
-  on_fetch: Callable[[str, Iterable[bytes]], Iterator[bytes]],
+  on_fetch: Callable[
+    [str, Iterable[bytes], Callable[[], object]], Iterator[bytes]
+  ],
   listen: str,
   security: Security | None = None,
 ) -> tuple[grpc.Server, int]:
@@ -177,7 +181,9 @@ def serve(
   Args:
     on_peer: runs in a thread of its own for every peer; the peer's channel is
       closed when it returns.
-    on_fetch: given the session's name and the peer's requests, yields bytes.
+    on_fetch: given the session's name, the peer's requests and what breaks
+      the stream off, yields bytes. A peer that has fallen silent leaves it
+      open for ever.
     listen: ADDRESS:PORT; port 0 takes a free one.
     security: None is no TLS and no token.
 
@@ -185,9 +191,15 @@ def serve(
     The server and its port.
 
   Raises:
-    ConfigError: the address cannot be bound.
+    ConfigError: the address cannot be bound, or clients could not be asked for
+      the certificates that `security` demands.
   """
   security = security or Security()
+  config.require(
+    security.authority is None or security.certificate is not None,
+    'an authority asks peers for certificates, which takes TLS; prefill needs '
+    'a certificate and its key as well',
+  )
   check_interface(listen)
 
   def session(requests, context):
@@ -211,7 +223,8 @@ def serve(
 
   def fetch(requests, context):
     metadata = dict(context.invocation_metadata())
-    yield from on_fetch(metadata.get('session', ''), requests)
+    name = metadata.get('session', '')
+    yield from on_fetch(name, requests, context.cancel)
 
   handlers = {
     'Session': grpc.stream_stream_rpc_method_handler(
@@ -241,9 +254,10 @@ def serve(
         ),
       )
   except RuntimeError as error:
+    files = '' if security.certificate is None else ', or look at the PEM files'
     raise config.ConfigError(
       f'--listen={listen} cannot be bound: {error}; choose another address or '
-      'port'
+      f'port{files}'
     ) from error
   server.start()
   return server, port
@@ -322,21 +336,37 @@ def _explained(error: grpc.RpcError) -> PeerLost:
   return PeerLost(f'{code}: {details}{remedy}')
 
 
+def check_address(flag: str, address: str) -> None:
+  """Refuses what is no ADDRESS:PORT; a name is looked up by whoever uses it.
+
+  Raises:
+    ConfigError: it names the flag.
+  """
+  host, colon, port = address.rpartition(':')
+  digits = port.isascii() and port.isdigit() and len(port) <= _PORT_DIGITS
+  config.require(
+    bool(colon) and bool(host) and digits and int(port) <= _LAST_PORT,
+    f'--{flag}={address!r} must be ADDRESS:PORT, for example 127.0.0.1:7000',
+  )
+
+
 def check_interface(listen: str) -> None:
   """Refuses to listen on every interface: one must be named.
 
   Raises:
     ConfigError: it does, or is no ADDRESS:PORT.
   """
-  host, colon, port = listen.rpartition(':')
-  config.require(
-    bool(colon) and bool(host) and port.isdigit(),
-    f'--listen={listen!r} must be ADDRESS:PORT, for example 127.0.0.1:7000',
-  )
+  check_address('listen', listen)
+  host, _, _ = listen.rpartition(':')
   try:
-    address = ipaddress.ip_address(host.strip('[]'))
-  except ValueError:
+    # The system knows more spellings than `ipaddress`: 0 is one.
+    found = socket.getaddrinfo(
+      host.strip('[]'), None, flags=socket.AI_NUMERICHOST
+    )
+  except OSError:
     return  # a name
+  address = ipaddress.ip_address(found[0][4][0])
+  address = getattr(address, 'ipv4_mapped', None) or address
   config.require(
     not address.is_unspecified,
     f'--listen={listen} is every interface; name one of them, since payloads '

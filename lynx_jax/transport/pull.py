@@ -86,6 +86,7 @@ def start_server(host: str) -> Any:
     raise config.ConfigError(
       f'the transfer server needs a numeric address, not {host!r}'
     ) from error
+  address = getattr(address, 'ipv4_mapped', None) or address
   config.require(
     not address.is_unspecified,
     f'{host} is every interface; the transfer server needs one of them',
