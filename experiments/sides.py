@@ -164,6 +164,13 @@ def joined(
   host = _host(side.options)
   _initialize(side, address, local)
   make_devices(devices // count)
+  found, own = jax.device_count(), jax.local_device_count()
+  require(
+    found == count * own,
+    f'--processes={count} with {own} devices each would have {count * own}, '
+    f'but the processes of this side have {found}; start all with the same '
+    f'--processes and --config.{options.role}_mesh',
+  )
   side.exchange = exchange.join(host)
   if side.exchange is not None:
     side.exchange.watch(side.on_lost)

@@ -166,6 +166,29 @@ def test_processes_that_do_not_come_together(given, error, message):
     pass
 
 
+def test_processes_that_count_each_other_differently():
+  """Each of the two would be one of a side with 12 devices."""
+  flags = _one_of(0, 2, listen='127.0.0.1:0') | {'start_s': 60}
+  flags['config.prefill_mesh'] = 12
+  started = []
+  for changes in ({}, {'processes': 3, 'process': 1}):
+    argv = [f'--{name}={value}' for name, value in (flags | changes).items()]
+    started.append(
+      subprocess.Popen(
+        [*COMMAND, *SMALL, '--role=prefill', *argv],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+      )
+    )
+  for process, count in zip(started, (2, 3), strict=True):
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == cli.USER_MISTAKE, err
+    assert f'error: --processes={count} with {12 // count} devices' in err
+    assert 'Traceback' not in err
+
+
 def test_process_0_needs_a_workdir(monkeypatch, capsys):
   monkeypatch.chdir(ROOT)
   flags = _one_of(0, 2, connect='127.0.0.1:1,127.0.0.1:2')
