@@ -120,9 +120,9 @@ def pages() -> list[pathlib.Path]:
 def take(workdir: pathlib.Path) -> pathlib.Path:
   """Takes over the records of a finished run; its folder names the study.
 
-  Kept are requests, summaries, what was measured besides (a prompt, a codec), and
-  of the events those of requests that a timeline shows, and those that the planner takes its
-  costs from. Times are rounded to microseconds.
+  Kept are requests, summaries, what was measured besides, of a prompt or of a
+  codec, and of the events those of requests that a timeline shows, and those
+  that the planner takes its costs from. Times are rounded to microseconds.
 
   Returns:
     The file in docs/records.

@@ -264,13 +264,16 @@ def as_stored(tails: _Tree) -> _Tree:
   not be fixed itself: it could then not be donated (all jax 0.10.2).
   """
 
-  def fix(tails):
-    return jax.tree.map(
-      lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), tails
-    )
+  def fix(x):
+    # With one head a device XLA stores [L B S 1 H] as [L B 1 S H]: the same
+    # order of values, but tiles span tokens and not the head.
+    order = (0, 1, 2, 3, 4) if x.shape[3] > 1 else (0, 1, 3, 2, 4)
+    return with_layout_constraint(x, Layout(order))
 
   split = specs(tails)
-  return mesh_lib.on_each_shard(fix, (split,), split, tails)
+  return mesh_lib.on_each_shard(
+    functools.partial(jax.tree.map, fix), (split,), split, tails
+  )
 
 
 def tail_positions(

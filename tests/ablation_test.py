@@ -356,7 +356,7 @@ def test_cells_measure_what_they_say(tmp_path, monkeypatch):
     '--config.engine.verify_rows=4',
     '--config.acceptance.output_tokens=1',
     '--config.acceptance.draft_tokens=2',
-    '--config.ablation.cells=link.rate_gbps=0.01; link.rate_gbps=0.1; '
+    '--config.ablation.cells=link.rate_gbps=0.001; link.rate_gbps=0.1; '
     'prompt_tokens=9000',
     '--config.ablation.axes=',
   )

@@ -8,8 +8,6 @@ import pytest
 
 from experiments import pod_compile
 
-# The rest is compiled by `python -m experiments.pod_compile --missing`.
-COMPLETE = (('Llama-3.1-8B', 'v5e-8'),)
 DOCS = pathlib.Path(__file__).parents[1] / 'docs' / 'pods.md'
 
 
@@ -19,8 +17,7 @@ def checked_in():
 
 
 def test_records_are_of_cells_in_their_order_and_without_fault(checked_in):
-  cells = [cell.key for cell in pod_compile.cells()]
-  assert [*checked_in] == [key for key in cells if key in checked_in]
+  assert [*checked_in] == [cell.key for cell in pod_compile.cells()]
   wrong = {
     key: [*pod_compile.faults(record)]
     for key, record in checked_in.items()
@@ -30,13 +27,6 @@ def test_records_are_of_cells_in_their_order_and_without_fault(checked_in):
   assert {key[1:3] for key in wrong} <= {('v5p-8', 'rounds')}
   assert all(fault.startswith('copies bf16') for (fault,) in wrong.values())
   assert not re.search(r'\bu8\[', str(wrong))  # planes never
-
-
-@pytest.mark.parametrize('model, topology', COMPLETE)
-def test_every_cell_has_a_record(model, topology, checked_in):
-  cells = [c.key for c in pod_compile.cells() if c.key[:2] == (model, topology)]
-  assert len(cells) == 2 * len(pod_compile.COLLECTIVES)
-  assert {*cells} <= checked_in.keys()
 
 
 def test_the_compiler_lays_arrays_out_as_the_budget_counts(checked_in):
