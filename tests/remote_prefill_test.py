@@ -203,8 +203,10 @@ def test_an_exact_target_arrives_from_another_process(
   """Lengths of strings reach the manifest, even if an announcement is lost."""
   dense = engines.bench('dense')
   expected = {n: dense.reference(engines.prompt(n), _how(n)) for n in (200, 97)}
-  options = {}
+  # The sender compiles here, which a busy machine makes slow.
+  options = {'patience': dataclasses.replace(HASTY, stall_s=5.0)}
   if fault is not None:
+    options['patience'] = dataclasses.replace(HASTY, stall_s=1.0)
     options['faults'] = Faults(FaultPlan(seed=1, chances={fault: 0.5}, most=3))
   wire = transfers.FORMATS[2]
   with _engine(
