@@ -15,9 +15,9 @@ Other candidates are changes of fields of the codec:
     --config.search.codecs='v_axis=token; recent_tokens=128 sinks=8'
 
 Cost: 35 minutes on 2 quiet cores (projected from parts: it was not run to its
-end yet) and 14 GB of memory; --config.search.slots=1 takes a third of that.
-Weights are float32: the rounding of bfloat16 activations would count as
-divergence.
+end yet) and 14 GB of memory (measured on the first four prompts); fewer
+--config.search.slots take less. Weights are float32: the rounding of bfloat16
+activations would count as divergence.
 """
 
 import itertools
@@ -32,7 +32,9 @@ def get_config(arg: str | None = None):
   values = latency.get_config(arg)
   values.study = 'codec_search'
   values.model.dtype = 'float32'
-  values.acceptance.output_tokens = 128
+  values.acceptance.output_tokens = 64
+  values.search.most_bits = 4.5
+  values.search.drafted = 1
   values.search.slots = 4
   values.search.compared_prompts = 4
   values.search.codecs = (

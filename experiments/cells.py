@@ -178,6 +178,16 @@ def _is_one(field: str, fields: Iterable[str]) -> bool:
   return any(field == own or field.startswith(f'{own}.') for own in fields)
 
 
+def check_apart(settings: Settings) -> None:
+  """Raises `ConfigError` if a scheme needs both sides in one process."""
+  for scheme in settings.schemes:
+    require(
+      scheme.drafter is not Drafter.PREFILL,
+      f'scheme={scheme.name} needs both sides in one process: leave out '
+      '--role, or the scheme',
+    )
+
+
 def between_processes(study: Ablation) -> Ablation:
   """Returns the ablation with every cell's sides in two processes.
 
@@ -190,12 +200,7 @@ def between_processes(study: Ablation) -> Ablation:
       'KL is measured with both sides in one process: leave out --role, or set '
       'acceptance.output_tokens=0',
     )
-    for scheme in cell.settings.schemes:
-      require(
-        scheme.drafter is not Drafter.PREFILL,
-        f'scheme={scheme.name} needs both sides in one process: leave out '
-        '--role, or the scheme',
-      )
+    check_apart(cell.settings)
   apart = (dataclasses.replace(cell, apart=True) for cell in study.cells)
   return dataclasses.replace(study, cells=tuple(apart))
 
@@ -217,15 +222,16 @@ def in_one_process(study: Ablation) -> Ablation:
 
 
 def command(argv: Sequence[str], cell: Cell) -> list[str]:
-  """Returns the command line of a run that is this cell alone."""
+  """Returns the command line of a run that is this cell alone.
+
+  A field that the cell leaves open (None) cannot be written, and so must not be
+  set by `argv` either.
+  """
   values = dict(cell.values) | {'study': 'cell'}
+  flags = {f'--config.{field}': value for field, value in values.items()}
   return [
-    *argv,
-    *(
-      f'--config.{field}={value}'
-      for field, value in values.items()
-      if value is not None
-    ),
+    *(word for word in argv if word.partition('=')[0] not in flags),
+    *(f'{flag}={x}' for flag, x in flags.items() if x is not None),
   ]
 
 

@@ -30,7 +30,7 @@ from experiments import (
   results,
   studies,
 )
-from lynx_jax.config import ConfigError, Drafter, require
+from lynx_jax.config import ConfigError, require
 from lynx_jax.models.errors import WeightsError
 from lynx_jax.transport.streams import TransferError
 
@@ -113,13 +113,8 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
     raise ConfigError(
       'faults.peer needs --role=local, which owns the prefill process'
     )
-  alone = [s.name for s in settings.schemes if s.drafter is Drafter.PREFILL]
-  if role is not None and alone:
-    raise ConfigError(
-      f'--role={role.role}: scheme={alone[0]} needs both sides in one process; '
-      'leave either out'
-    )
   if role is not None:
+    cells.check_apart(settings)
     role.security()  # a file that cannot be read shows before anything runs
   if settings.study == _PREFLIGHT:
     with _joined(role, settings) as side, _screen(side) as screen:
@@ -269,13 +264,12 @@ def _named_study(
 ) -> Study:
   if side is None:
     _make_devices(settings.cpu_devices)
-  if side is None:
     if settings.study in studies.MODULES:
       return studies.load(settings.study).run
-    from experiments import latency
-
-    return functools.partial(latency.run, profile=profile)
   from experiments import latency, roles
+
+  if side is None:
+    return functools.partial(latency.run, profile=profile)
 
   def run(settings, writer, screen):
     with roles.remote(settings, side, argv, screen) as remote:

@@ -365,12 +365,7 @@ class Scheme:
   @property
   def is_speculative(self) -> bool:
     """Whether it needs the verify program: it is given drafts of some kind."""
-    if self.drafter is not Drafter.ANCHOR:
-      return True
-    tensors = [self.codec.k, self.codec.v]
-    for layers in self.codec.layers:
-      tensors += [layers.k, layers.v]
-    return self.codec.exact or any(len(t.planes) > 1 for t in tensors)
+    return self.drafter is not Drafter.ANCHOR or self.codec.is_progressive
 
   def engine(self, base_engine: EngineConfig) -> EngineConfig:
     """Returns the engine's config for this scheme."""
@@ -474,7 +469,7 @@ class Search:
 
   Attributes:
     candidates: the run's own codec, then those of the config.
-    most_bits: of the Anchor, on the first prompt.
+    most_bits: of the Anchor, mean over the first prompts.
     drafted: candidates whose acceptance is measured.
     compared_prompts: on how many prompts all candidates are measured; 0 is all.
     layer_prompts: on how many prompts KL is measured layer by layer, at least.

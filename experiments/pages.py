@@ -95,7 +95,7 @@ STUDIES = {
   'transport': Study(command='make transport-study', minutes=20),
   'equivalence': Study(
     command='make equivalence-study',
-    minutes=45,
+    minutes=74,
     figures={'upgrade.png': 'upgrade'},
   ),
 }

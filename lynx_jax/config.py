@@ -381,6 +381,14 @@ class CodecConfig:
     """The highest target."""
     return Target.EXACT if self.exact else Target.PLANES
 
+  @property
+  def is_progressive(self) -> bool:
+    """Whether anything travels after the Anchor."""
+    tensors = [self.k, self.v]
+    for layers in self.layers:
+      tensors += [layers.k, layers.v]
+    return self.exact or any(len(t.planes) > 1 for t in tensors)
+
   def of_layer(self, layer: int) -> tuple[TensorCodec, TensorCodec]:
     """Returns the codecs (k, v) that hold for `layer`."""
     for entry in self.layers:

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from lynx_jax import kv_cache
 from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
-from lynx_jax.config import layer_ranges
+from lynx_jax.config import CodecConfig, layer_ranges, require
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prompt
@@ -27,6 +28,31 @@ from lynx_jax.speculative import slots as slots_lib
 from lynx_jax.transport.streams import Chunk, Slice, WireFormat
 
 _SLOT = 0  # the others give the programs the shapes that decode's have
+
+
+def check(codec: CodecConfig, prefill: Mesh, decode: Mesh) -> None:
+  """Raises `ConfigError` unless prefill decodes what decode would, bit by bit.
+
+  Args:
+    codec: of the transfers.
+    prefill, decode: meshes of the sides.
+  """
+  require(
+    not codec.is_progressive,
+    'engine.drafter=prefill needs a codec of one plane or none: what the '
+    'prefill side decodes is final, and must not wait for a verification',
+  )
+  require(
+    not codec.generated,
+    'engine.drafter=prefill needs codec.generated=False',
+  )
+  shapes = dict(prefill.shape), dict(decode.shape)
+  require(
+    shapes[0] == shapes[1] and shapes[1][mesh_lib.DATA] == 1,
+    'engine.drafter=prefill needs sides of equal meshes, one row of data each, '
+    f'not {shapes[0]} and {shapes[1]}: sums over other devices round in '
+    'another way',
+  )
 
 
 class Continuation:
@@ -57,12 +83,7 @@ class Continuation:
     )
     self._cache = kv_cache.allocate(model.config, wire.codec, engine, mesh)
     self._slots = jax.device_put(
-      slots_lib.empty(
-        engine.slots,
-        drafts=max(engine.backlog_tokens, engine.verify_rows),
-        output_tokens=engine.output_tokens,
-      ),
-      mesh_lib.place(mesh, mesh_lib.spec('B')),
+      slots_lib.of(engine), mesh_lib.place(mesh, mesh_lib.spec('B'))
     )
     self._wanted = np.arange(engine.slots) == _SLOT
 

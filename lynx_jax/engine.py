@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lynx_jax import kv_cache
+from lynx_jax import continuation, kv_cache
 from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
 from lynx_jax.agreed_prefill import AgreedPrefill
@@ -44,7 +44,6 @@ from lynx_jax.config import (
   layer_ranges,
   require,
 )
-from lynx_jax.continuation import Continuation
 from lynx_jax.models import cached
 from lynx_jax.models.transformer import Transformer
 from lynx_jax.prefill import Prefill, Prompt
@@ -220,11 +219,9 @@ class Engine:
     )
     self._cache = kv_cache.allocate(model, codec, config, mesh)
     self._slots = jax.device_put(
-      slots_lib.empty(
-        config.slots,
-        drafts=max(config.backlog_tokens, config.verify_rows),
-        output_tokens=config.output_tokens,
-        growth=slots_lib.Growth(codec.group, codec.recent_tokens)
+      slots_lib.of(
+        config,
+        slots_lib.Growth(codec.group, codec.recent_tokens)
         if codec.generated
         else None,
       ),
@@ -235,7 +232,7 @@ class Engine:
       self.wire.planes(group) > 1
       for group in range(len(self.wire.layer_counts))
     )
-    self._continuation: Continuation | None = None
+    self._continuation: continuation.Continuation | None = None
     self._entries: dict[int, _Entry] = {}
     # One row after the other, so that requests have links of their own.
     self._free = sorted(
@@ -252,8 +249,10 @@ class Engine:
       wire_lib.check_mesh(codec, first)
       parts = mesh_lib.parts(first, mesh)
       if config.drafter is Drafter.PREFILL:
-        self._check_continuation(first)
-        self._continuation = Continuation(prefill, self.wire, end_tokens)
+        continuation.check(codec, first, mesh)
+        self._continuation = continuation.Continuation(
+          prefill, self.wire, end_tokens
+        )
       self._sender = Sender(
         Prefill(prefill, codec, config),
         self.wire,
@@ -571,24 +570,6 @@ class Engine:
       low >= 0 and high < self.model_config.vocab,
       f'prompt token ids {low}..{high} must be in '
       f'0..{self.model_config.vocab - 1}',
-    )
-
-  def _check_continuation(self, prefill: jax.sharding.Mesh) -> None:
-    """Checks that prefill can decode what decode would, bit by bit."""
-    require(
-      not self._has_residual and not self.codec.exact,
-      'engine.drafter=prefill needs a codec of one plane or none: what the '
-      'prefill side decodes is final, and must not wait for a verification',
-    )
-    require(
-      dict(prefill.shape) == dict(self._mesh.shape) and self._rows == 1,
-      f'engine.drafter=prefill needs sides of equal meshes, one row of data '
-      f'each, not {dict(prefill.shape)} and {dict(self._mesh.shape)}: sums '
-      'over other devices round in another way',
-    )
-    require(
-      not self.codec.generated,
-      'engine.drafter=prefill needs codec.generated=False',
     )
 
   def _target(self, wanted: Target | None) -> Target:

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from lynx_jax import continuation, mesh
-from lynx_jax.config import ConfigError, Drafter
+from lynx_jax.config import ConfigError
 from lynx_jax.engine import Engine, Form, Request, State
 from lynx_jax.transport import courier
 from tests import engines
@@ -75,7 +75,7 @@ def test_plain_decoding_is_left_to_decode(bench):
 
 
 def test_requests_are_continued_one_after_the_other(bench):
-  """The second one waits for the first one's cache, not for its own turn."""
+  """The prefill side has one slot for all of them."""
   expected = [bench.reference(engines.prompt(n)) for n in (LENGTH, 64, 7)]
   bench.script = lambda chunks: []
   keys = [
@@ -130,4 +130,3 @@ def test_sides_of_unlike_meshes_and_processes_are_refused():
     engines.Bench(setup, model, decode_model=wide)
   with pytest.raises(ConfigError, match='both sides in one process'):
     Engine(object(), model, setup.codec, setup.config)
-  assert setup.config.drafter is Drafter.PREFILL

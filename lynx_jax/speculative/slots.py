@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lynx_jax import sampling
+from lynx_jax.config import EngineConfig
 from lynx_jax.shapes import Array, Bool, Int32
 
 
@@ -138,6 +139,16 @@ def empty(
     samplings=jax.tree.map(
       lambda x: jnp.zeros((slots,), x.dtype), sampling.GREEDY.row()
     ),
+    growth=growth,
+  )
+
+
+def of(engine: EngineConfig, growth: Growth | None = None) -> Slots:
+  """Returns `empty` slots of the sizes that an engine needs."""
+  return empty(
+    engine.slots,
+    drafts=max(engine.backlog_tokens, engine.verify_rows),
+    output_tokens=engine.output_tokens,
     growth=growth,
   )
 
