@@ -75,6 +75,7 @@ class Scaling(enum.Enum):
 
   LINEAR = 'linear'  # all alike
   LLAMA3 = 'llama3'  # slow ones, with a smooth transition
+  YARN = 'yarn'  # as LLAMA3, by channel, with sharper attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +85,10 @@ class RopeScaling:
   Attributes:
     kind: how.
     factor: by which slow frequencies are divided.
-    low_freq_factor, high_freq_factor, original_context_tokens: of LLAMA3; it
-      divides frequencies of less than `low` turns in the original context, and
-      leaves those of more than `high` as they are.
+    low_freq_factor, high_freq_factor, original_context_tokens: of LLAMA3 and
+      YARN; they divide frequencies of less than `low` turns in the original
+      context, and leave those of more than `high` as they are. YaRN calls these
+      beta_slow and beta_fast.
   """
 
   kind: Scaling
@@ -109,6 +111,13 @@ class RopeScaling:
       'rope_scaling.original_context_tokens='
       f'{self.original_context_tokens} must be positive',
     )
+
+  @property
+  def logits_factor(self) -> float:
+    """By which q · k is multiplied beside; arXiv:2309.00071 §3.4."""
+    if self.kind is not Scaling.YARN:
+      return 1.0
+    return (0.1 * math.log(self.factor) + 1.0) ** 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +161,8 @@ class ModelConfig:
       they join the residual stream (Gemma).
     activation: of the feed-forward.
     embedding_scale: multiplies embeddings (Gemma), not the unembedding.
-    logits_scale: multiplies q · k; None is 1 / sqrt(H).
+    logits_scale: multiplies q · k before RoPE's scaling does; None is
+      1 / sqrt(H).
     attention_soft_cap, final_soft_cap: bound logits to cap · tanh(logit / cap),
       those of attention and those of tokens (Gemma 2).
     tied_embeddings: whether the unembedding is the embedding.
@@ -227,6 +237,13 @@ class ModelConfig:
         f'model.local.layers={self.local.layers} must be below '
         f'layers={self.layers}',
       )
+      require(
+        self.local.rope_theta is None
+        or self.rope_scaling is None
+        or self.rope_scaling.kind is not Scaling.YARN,
+        'model.rope_scaling of kind yarn scales the logits of all layers; '
+        f'local.rope_theta={self.local.rope_theta} is of layers without it',
+      )
 
   @property
   def layers_are_alike(self) -> bool:
@@ -237,6 +254,13 @@ class ModelConfig:
     """Returns the sliding window of a layer; None sees all tokens."""
     local = self.local
     return local.window if local and layer in local.layers else None
+
+  @property
+  def attention_scale(self) -> float:
+    """What multiplies q · k in all layers."""
+    scale = self.logits_scale or self.head_dim**-0.5
+    scaling = self.rope_scaling
+    return scale * scaling.logits_factor if scaling else scale
 
   def rope(self, layer: int) -> tuple[float, RopeScaling | None]:
     """Returns base and scaling of a layer's RoPE."""

@@ -75,7 +75,7 @@ def write(family: str, folder: pathlib.Path, **changes) -> pathlib.Path:
 GGUFS = {
   'llama': 'smollm2',
   'qwen2': 'qwen2',
-  'qwen3': 'qwen3',
+  'qwen3': 'qwen3_yarn',
   'gemma3': 'gemma3_text',
 }
 
@@ -109,6 +109,12 @@ def write_gguf(architecture: str, path: pathlib.Path) -> pathlib.Path:
     rope = rope['full_attention']
     writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     writer.add_rope_scaling_factor(rope['factor'])
+  if rope['rope_type'] == 'yarn':
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope['factor'])
+    writer.add_rope_scaling_orig_ctx_len(
+      rope['original_max_position_embeddings']
+    )
   writer.add_rope_freq_base(rope['rope_theta'])
   for key, value in values.items():
     if architecture == 'gemma3' and key.endswith('norm.weight'):

@@ -299,8 +299,23 @@ def test_values_that_are_not_finite_are_refused(checkpoint):
     ({'attention_bias': True}, 'attention_bias=True is not supported'),
     ({'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported"),
     (
-      {'rope_scaling': {'type': 'yarn', 'factor': 2}, 'rope_parameters': {}},
-      "rope_type='yarn' is not supported",
+      {'rope_scaling': {'type': 'dynamic', 'factor': 2}, 'rope_parameters': {}},
+      "rope_type='dynamic' is not supported",
+    ),
+    (
+      {'rope_parameters': {'rope_type': 'yarn', 'factor': 2.0}},
+      'original_max_position_embeddings=None must be',
+    ),
+    (
+      {
+        'rope_parameters': {
+          'rope_type': 'yarn',
+          'factor': 2.0,
+          'original_max_position_embeddings': 64,
+          'mscale': 0.7,
+        }
+      },
+      'mscale=0.7 is not supported',
     ),
     ({'rope_parameters': {'rope_type': 'llama3'}}, 'factor=None must be'),
     (
@@ -503,7 +518,11 @@ def test_divisors_of_rope_become_the_rule_behind_them(tmp_path):
       {'edit': lambda t: t.update({'output_norm.weight': np.ones(8, 'f4')})},
       r'output_norm.weight is \(8,\), must be \(48,\)',
     ),
-    ({'metadata': {'rope.scaling.type': 'yarn'}}, "type='yarn' is not supp"),
+    ({'metadata': {'rope.scaling.type': 'longrope'}}, "type='longrope' is not"),
+    (
+      {'metadata': {'rope.scaling.type': 'yarn', 'rope.scaling.factor': 2.0}},
+      'rope.scaling.original_context_length=None must be',
+    ),
     ({'metadata': {'attention.sliding_window': 8}}, 'window=8 is not supp'),
     ({'metadata': {'expert_count': 8}}, 'expert_count=8 is not supported'),
     ({'metadata': {'block_count': 'x'}}, "block_count='x' must be"),

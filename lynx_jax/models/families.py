@@ -263,6 +263,7 @@ def of_directory(path: epath.Path, dtype: str) -> Stored:
     **rope,
     **family.values,
   }
+  values['context_tokens'] = _stretched(values)
   if family.is_gemma:
     values['embedding_scale'] = model_dim**0.5
     values['logits_scale'] = fields.number('query_pre_attn_scalar') ** -0.5
@@ -318,11 +319,18 @@ def _hf_rope(raw: Raw, fields: 'Fields') -> tuple[dict[str, Any], float | None]:
   inner = Fields(own, lambda name: name, problems=fields.problems)
   kind = own.get('rope_type', own.get('type'))
   scaling = None
-  if kind in (Scaling.LINEAR.value, Scaling.LLAMA3.value):
+  if kind in {known.value for known in Scaling}:
     scaling = {'kind': Scaling(kind), 'factor': inner.number('factor')}
     if kind == Scaling.LLAMA3.value:
       scaling['low_freq_factor'] = inner.number('low_freq_factor')
       scaling['high_freq_factor'] = inner.number('high_freq_factor')
+    if kind == Scaling.YARN.value:
+      scaling['low_freq_factor'] = inner.number('beta_slow', 1.0)
+      scaling['high_freq_factor'] = inner.number('beta_fast', 32.0)
+      inner.expect('truncate', True)
+      for name in ('attention_factor', 'mscale', 'mscale_all_dim'):
+        inner.expect(name, None)
+    if kind != Scaling.LINEAR.value:
       scaling['original_context_tokens'] = inner.integer(
         'original_max_position_embeddings'
       )
@@ -336,6 +344,17 @@ def _hf_rope(raw: Raw, fields: 'Fields') -> tuple[dict[str, Any], float | None]:
     'rope_theta': inner.number('rope_theta', 10_000.0),
     'rope_scaling': fields.build(RopeScaling, scaling),
   }, theta
+
+
+def _stretched(values: Mapping[str, Any]) -> int:
+  """Returns the context; YaRN is added to configs that still name the old one.
+
+  So does the model card of Qwen3, for example.
+  """
+  tokens, scaling = values['context_tokens'], values.get('rope_scaling')
+  if scaling is None or scaling.kind is not Scaling.YARN:
+    return tokens
+  return max(tokens, int(scaling.factor * scaling.original_context_tokens))
 
 
 def _hf_local(
@@ -424,6 +443,7 @@ def of_gguf(file: gguf_file.GgufFile, dtype: str) -> Stored:
     'dtype': dtype,
     **family.values,
   }
+  values['context_tokens'] = _stretched(values)
   if family.is_gemma:
     pattern = fields.integer('attention.sliding_window_pattern', 6)
     values |= {
@@ -481,6 +501,24 @@ def _gguf_scaling(
   if kind == Scaling.LINEAR.value or (kind is None and has_factor):
     factor = fields.number('rope.scaling.factor')
     return fields.build(RopeScaling, {'kind': Scaling.LINEAR, 'factor': factor})
+  if kind == Scaling.YARN.value:
+    for name in ('attn_factor', 'yarn_attn_factor', 'yarn_ext_factor'):
+      fields.expect(f'rope.scaling.{name}', 1.0)
+    fields.expect('rope.scaling.yarn_log_multiplier', None)
+    slow = fields.number('rope.scaling.yarn_beta_slow', 1.0)
+    fast = fields.number('rope.scaling.yarn_beta_fast', 32.0)
+    return fields.build(
+      RopeScaling,
+      {
+        'kind': Scaling.YARN,
+        'factor': fields.number('rope.scaling.factor'),
+        'low_freq_factor': slow,
+        'high_freq_factor': fast,
+        'original_context_tokens': fields.integer(
+          'rope.scaling.original_context_length'
+        ),
+      },
+    )
   fields.expect('rope.scaling.type', 'none')
   return None
 

@@ -71,6 +71,13 @@ QWEN3_8B = config.ModelConfig(
   tied_embeddings=False,
   dtype='bfloat16',
 )
+# What its model card has `rope_scaling` be for more than 40,960 tokens.
+QWEN3_YARN = RopeScaling(
+  kind=Scaling.YARN,
+  factor=4.0,
+  high_freq_factor=32.0,
+  original_context_tokens=32_768,
+)
 # Qwen/Qwen2.5-7B
 QWEN25_7B = config.ModelConfig(
   name='Qwen2.5-7B',

@@ -139,7 +139,7 @@ class Layer(nnx.Module):
     """What `attend` is to do with the logits."""
     c = self.config
     return Rule(
-      logits_scale=c.logits_scale or c.head_dim**-0.5,
+      logits_scale=c.attention_scale,
       soft_cap=c.attention_soft_cap,
       window=c.window(0) if c.layers_are_alike else self.window[...],
     )
@@ -289,22 +289,34 @@ def rope_frequencies(
   """Returns f32[H/2]: theta^(-2i/H), scaled, rounded once from float64.
 
   With f a frequency, n = f · original_context_tokens / 2π its turns in the
-  original context, and s = (n - low) / (high - low) clipped to 0..1:
+  original context, and s between 0 for `low` turns and 1 for `high`:
 
       LINEAR  f / factor
-      LLAMA3  (1 - s) · f / factor + s · f
+      LLAMA3  (1 - s) · f / factor + s · f, s linear in n
+      YARN    the same, s linear in i between whole channels
 
   LINEAR: arXiv:2306.15595 §2.3. LLAMA3: the reference code of Llama 3.1,
-  https://github.com/meta-llama/llama-models (models/llama3/model.py).
+  https://github.com/meta-llama/llama-models (models/llama3/model.py). YARN:
+  arXiv:2309.00071 §3.2, with the ends at whole channels of its reference code,
+  https://github.com/jquesnelle/yarn.
   """
   half = head_dim // 2
-  frequency = theta ** (-np.arange(half) / half)
+  channels = np.arange(half)
+  frequency = theta ** (-channels / half)
   if scaling is not None:
     kept = np.zeros(half)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = frequency * scaling.original_context_tokens / (2 * np.pi)
     if scaling.kind is Scaling.LLAMA3:
-      turns = frequency * scaling.original_context_tokens / (2 * np.pi)
-      low, high = scaling.low_freq_factor, scaling.high_freq_factor
       kept = np.clip((turns - low) / (high - low), 0, 1)
+    elif scaling.kind is Scaling.YARN:
+      # The first frequency, 1, has turns[0] turns; each channel divides them.
+      fast, slow = (
+        half * np.log(turns[0] / n) / np.log(theta) for n in (high, low)
+      )
+      first = max(np.floor(fast), 0)
+      last = min(np.ceil(slow), head_dim - 1)
+      kept = 1 - np.clip((channels - first) / max(last - first, 1e-3), 0, 1)
     frequency = (1 - kept) * frequency / scaling.factor + kept * frequency
   return frequency.astype(np.float32)
 

@@ -101,6 +101,19 @@ FAMILIES = {
     transformers.Qwen3Config,
     {'tie_word_embeddings': True, 'rope_parameters': PLAIN},
   ),
+  # Of 8 channels the first turns often enough to be kept, the next three are
+  # between, the others divided.
+  'qwen3_yarn': (
+    transformers.Qwen3Config,
+    {
+      'rope_parameters': {
+        'rope_type': 'yarn',
+        'rope_theta': 10_000.0,
+        'factor': 4.0,
+        'original_max_position_embeddings': 256,
+      },
+    },
+  ),
   'gemma2': (
     transformers.Gemma2Config,
     GEMMA
