@@ -3,6 +3,7 @@
 #
 #   make demo      the main job on a real model, with a table at the end
 #   make latency   the latency study: five prompts, both modes (17 minutes)
+#   make baselines  one prompt and every baseline (minutes: docs/reproducing.md)
 #   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
 #   make ablation  24 cells on a real model, one change each (25 minutes)
@@ -47,6 +48,7 @@ STAMPS := .venv/stamps
 
 DEMO_DIR ?= runs/demo
 LATENCY_DIR ?= runs/latency
+BASELINES_DIR ?= runs/baselines
 PLAN_DIR ?= runs/plan
 EQUIVALENCE_DIR ?= runs/equivalence
 ABLATION ?= configs/ablation.py
@@ -59,7 +61,7 @@ TRANSPORT_DIR ?= runs/transport
 NOTEBOOK_DIR ?= runs/notebook
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency plan ablation fidelity peers equivalence-study
+.PHONY: help demo latency baselines plan ablation fidelity peers equivalence-study
 .PHONY: transport-study pod-compile notebook figures docs
 .PHONY: test lint format lock clean setup setup-test
 help:
@@ -72,6 +74,10 @@ demo: $(STAMPS)/run
 latency: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/latency.py \
 	  --workdir='$(LATENCY_DIR)'
+
+baselines: $(STAMPS)/run
+	$(RUN) -m experiments.main --config=configs/baselines.py \
+	  --workdir='$(BASELINES_DIR)'
 
 plan: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/plan.py --workdir='$(PLAN_DIR)'

@@ -24,6 +24,12 @@ import itertools
 
 from configs import latency
 
+# Where KL by layer of the first four prompts was largest, and smallest: four
+# tensors of 8 bits and six whose Anchor has 2.
+_BY_LAYER = (
+  '17:19 k=8; 20:21 k=8; 22:23 v=2,2,4; 23:24 k=8; 25:26 k=2,2,4 v=2,2,4; '
+  '27:28 k=2,2,4 v=2,2,4; 29:30 v=2,2,4'
+)
 _TEXTS = 'book', 'code', 'manual', 'chat', 'question'
 
 
@@ -33,24 +39,24 @@ def get_config(arg: str | None = None):
   values.study = 'codec_search'
   values.model.dtype = 'float32'
   values.acceptance.output_tokens = 64
+  values.engine.layer_groups = 30  # ranges of layers are whole groups
   values.search.most_bits = 4.5
   values.search.drafted = 1
   values.search.slots = 4
   values.search.compared_prompts = 4
   values.search.codecs = (
     'k_rotation=none v_rotation=none;'
-    'v_rotation=none v_axis=token;'
-    'k_rotation=none v_axis=token;'
     'v_axis=token;'
     'recent_tokens=128;'
-    'recent_tokens=0;'
     'sinks=0;'
     'group=64;'
     'k=4,4 v=2,2,4;'
-    'k=2,2,4 v=4,4;'
     'k=2,1,1,4 v=2,1,1,4 anchor=2;'
     'k=2,2,4 v=2,2,4;'
-    'code=log'
+    'code=log;'
+    "K of layer 18: layers='18:19 k=8';"
+    f"bits by layer: layers='{_BY_LAYER}';"
+    f"unrotated, by layer: k_rotation=none v_rotation=none layers='{_BY_LAYER}'"
   )
   if arg is None:
     pairs = itertools.permutations(_TEXTS, 2)

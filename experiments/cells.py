@@ -96,14 +96,14 @@ def _changes(values: ml_collections.ConfigDict) -> list[_Change]:
     dict(
       itertools.chain.from_iterable(
         _assigned(values, 'ablation.cells', word)[0]
-        for word in _split(entry, r'\s')
+        for word in config.split(entry, r'\s')
       )
     )
-    for entry in _split(values.ablation.cells, ';')
+    for entry in config.split(values.ablation.cells, ';')
   ]
   axes = [
     _assigned(values, 'ablation.axes', entry)
-    for entry in _split(values.ablation.axes, ';')
+    for entry in config.split(values.ablation.axes, ';')
   ]
   return [
     one | dict(itertools.chain.from_iterable(grid))
@@ -154,7 +154,7 @@ def _assigned(
   """
   left, equals, right = entry.partition('=')
   fields = [field.strip() for field in left.split(',')]
-  words = _split(right, '|')
+  words = config.split(right, '|')
   require(
     bool(equals) and all(fields) and bool(words),
     f'{name}: {entry!r} must be FIELD=VALUE, for example codec.group=64',
@@ -266,12 +266,6 @@ def _place(
   for group in groups:
     values = values[group]
   return values, last
-
-
-def _split(text: str, separator: str) -> list[str]:
-  """Splits at a character; what stands in single quotes stays together."""
-  parts = re.findall(rf"(?:'[^']*'|[^{separator}'])+", text)
-  return [part.strip() for part in parts if part.strip()]
 
 
 def _names(text: str) -> tuple[str, ...]:

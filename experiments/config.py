@@ -194,7 +194,8 @@ def base() -> ml_collections.ConfigDict:
       'search': {
         # Changes of fields of `codec`, one candidate an entry:
         # 'k_rotation=hadamard recent_tokens=128; v_axis=token'. anchor=2 makes
-        # an Anchor of two planes, code=log one of powers of two.
+        # an Anchor of two planes, code=log one of powers of two. An entry may
+        # have a name, and ranges of layers: "K of layer 18: layers='18:19 k=8'".
         'codecs': '',
         # Of the Anchor: candidates above it are not drafted with.
         'most_bits': 4.8,
@@ -1116,14 +1117,19 @@ def _fidelity(values: ml_collections.ConfigDict) -> Fidelity:
 
 
 def _candidates(values: ml_collections.ConfigDict) -> tuple[Candidate, ...]:
-  """Parses the entries of `search.codecs`; the run's codec comes first."""
+  """Parses the entries of `search.codecs`; the run's codec comes first.
+
+  An entry is `FIELD=VALUE …` or `NAME: FIELD=VALUE …`.
+  """
   found = [Candidate(name='codec', codec=_codec(values.codec))]
-  entries = (part.strip() for part in values.search.codecs.split(';'))
-  for entry in filter(None, entries):
+  for entry in split(values.search.codecs, ';'):
+    name, colon, rest = entry.partition(': ')
+    name, fields = (name, rest) if colon and '=' not in name else (entry, entry)
     changed = values.codec.copy_and_resolve_references()
     anchor, code = 1, Code.LINEAR
-    for word in entry.split():
+    for word in split(fields, r'\s'):
       field, equals, value = word.partition('=')
+      value = value.strip("'")
       if field == 'anchor' and value.isdecimal():
         anchor = _positive(f'search.codecs={entry!r}: anchor', int(value))
         continue
@@ -1131,7 +1137,7 @@ def _candidates(values: ml_collections.ConfigDict) -> tuple[Candidate, ...]:
         code = _enum(f'search.codecs={entry!r}: code', Code, value)
         continue
       require(
-        bool(equals) and field in changed and field != 'layers',
+        bool(equals) and field in changed,
         f'search.codecs={entry!r}: {word!r} must be FIELD=VALUE with a field '
         f'of codec, for example k_rotation=hadamard',
       )
@@ -1143,9 +1149,15 @@ def _candidates(values: ml_collections.ConfigDict) -> tuple[Candidate, ...]:
           False, f'search.codecs={entry!r}: {word!r} is no {kind.__name__}'
         )
     found.append(
-      Candidate(name=entry, codec=_codec(changed), anchor=anchor, code=code)
+      Candidate(name=name, codec=_codec(changed), anchor=anchor, code=code)
     )
   return tuple(found)
+
+
+def split(text: str, separator: str) -> list[str]:
+  """Splits at a character; what stands in single quotes stays together."""
+  parts = re.findall(rf"(?:'[^']*'|[^{separator}'])+", text)
+  return [part.strip() for part in parts if part.strip()]
 
 
 def layer_codecs(

@@ -167,9 +167,10 @@ def _settings(*flags) -> config.Settings:
 
 
 def test_candidates_are_changes_of_the_codec():
-  first, second, third = _settings(
+  first, second, third, fourth = _settings(
     '--config.codec.k_rotation=hadamard',
-    '--config.search.codecs=sinks=8 v=8; k_rotation=none',
+    '--config.search.codecs=sinks=8 v=8; k_rotation=none;'
+    "by layer: sinks=0 layers='0:1 k=8; 2:3 v=2,2,4'",
   ).search.candidates
   assert first.codec.k.rotation is Rotation.HADAMARD
   assert second.codec.sinks == 8
@@ -179,6 +180,11 @@ def test_candidates_are_changes_of_the_codec():
   assert third.codec == dataclasses.replace(
     first.codec, k=dataclasses.replace(first.codec.k, rotation=Rotation.NONE)
   )
+  assert fourth.name == 'by layer'
+  assert fourth.codec.sinks == 0
+  one, other = fourth.codec.layers
+  assert (one.start, one.k.planes, one.v) == (0, (8,), first.codec.v)
+  assert (other.start, other.v.planes) == (2, (2, 2, 4))
 
 
 @pytest.mark.parametrize(
