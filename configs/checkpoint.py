@@ -12,7 +12,7 @@ model; SmolLM2-135M (`smollm2`, the default) takes 2 minutes on 2 cores.
 Expected: the committed text of both schemes equals their references.
 """
 
-from experiments import config
+from experiments import defaults
 
 
 def get_config(arg: str | None = None):
@@ -21,7 +21,7 @@ def get_config(arg: str | None = None):
   Args:
     arg: the model's path, `configs/checkpoint.py:DIR_OR_GGUF`.
   """
-  values = config.base()
+  values = defaults.base()
   values.study = 'checkpoint'
   values.scheme = 'int8,lynx'
   values.model.path = arg or 'smollm2'

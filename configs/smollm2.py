@@ -9,7 +9,7 @@ and 1,984 prompt tokens. Expected: every scheme's committed text equals its
 reference; TTFT of lynx is near that of int4, its text is that of int8.
 """
 
-from experiments import config
+from experiments import defaults
 
 
 def get_config(arg: str | None = None):
@@ -18,7 +18,7 @@ def get_config(arg: str | None = None):
   Args:
     arg: the name of a shipped prompt, `configs/smollm2.py:code`.
   """
-  values = config.base()
+  values = defaults.base()
   values.study = 'smollm2'
   values.model.path = 'smollm2'
   values.model.dtype = 'bfloat16'

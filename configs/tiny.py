@@ -7,7 +7,7 @@ Cost: under a minute, most of it compiling. Expected: every scheme's committed
 tokens equal its reference; the text means nothing.
 """
 
-from experiments import config
+from experiments import defaults
 
 
 def get_config(arg: str | None = None):
@@ -16,7 +16,7 @@ def get_config(arg: str | None = None):
   Args:
     arg: the name of a shipped prompt, `configs/tiny.py:code`.
   """
-  values = config.base()
+  values = defaults.base()
   values.study = 'tiny'
   values.model.path = 'tiny'
   values.prompt_file = arg or 'book'

@@ -19,7 +19,6 @@ from typing import Any
 from experiments import (
   cell_rows,
   cells,
-  config,
   display,
   forcing,
   prompts,
@@ -27,6 +26,7 @@ from experiments import (
   serving,
 )
 from experiments.config import Cell, Settings
+from experiments.schemes import Scheme
 from lynx_jax import programs, timeline
 from lynx_jax.config import (
   CodecConfig,
@@ -302,7 +302,7 @@ class _Bench:
   def _line(
     self,
     model: serving.Model,
-    scheme: config.Scheme,
+    scheme: Scheme,
     key: Any,
     work: '_Work',
     remote: serving.Remote | None,
@@ -340,7 +340,7 @@ class _Bench:
     return self._known[key]
 
   def _references(
-    self, scheme: config.Scheme, engine: EngineConfig, work: '_Work'
+    self, scheme: Scheme, engine: EngineConfig, work: '_Work'
   ) -> dict[str, list[int]]:
     """Returns the reference output of every prompt."""
     same = dataclasses.replace(

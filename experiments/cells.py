@@ -12,7 +12,7 @@ from typing import Any
 
 import ml_collections
 
-from experiments import cell_rows, config
+from experiments import cell_rows, config, defaults, parsing
 from experiments.config import Ablation, Cell, Settings
 from lynx_jax.config import ConfigError, Drafter, require
 
@@ -62,7 +62,7 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
   ground.study = 'cell'
   if values.study != STUDY:
     return config.settings(values)
-  config.check_fields(values, config.base())
+  defaults.check_fields(values, defaults.base())
   texts = values.ablation
   require(
     bool(texts.axes.strip() or texts.cells.strip()),
@@ -96,14 +96,14 @@ def _changes(values: ml_collections.ConfigDict) -> list[_Change]:
     dict(
       itertools.chain.from_iterable(
         _assigned(values, 'ablation.cells', word)[0]
-        for word in config.split(entry, r'\s')
+        for word in parsing.split(entry, r'\s')
       )
     )
-    for entry in config.split(values.ablation.cells, ';')
+    for entry in parsing.split(values.ablation.cells, ';')
   ]
   axes = [
     _assigned(values, 'ablation.axes', entry)
-    for entry in config.split(values.ablation.axes, ';')
+    for entry in parsing.split(values.ablation.axes, ';')
   ]
   return [
     one | dict(itertools.chain.from_iterable(grid))
@@ -154,15 +154,15 @@ def _assigned(
   """
   left, equals, right = entry.partition('=')
   fields = [field.strip() for field in left.split(',')]
-  words = config.split(right, '|')
+  words = parsing.split(right, '|')
   require(
     bool(equals) and all(fields) and bool(words),
     f'{name}: {entry!r} must be FIELD=VALUE, for example codec.group=64',
   )
-  known = {*config.field_names(values)}
+  known = {*defaults.field_names(values)}
   for field in fields:
     if field not in known:
-      raise ConfigError(f'{name}: {config.unknown_field(field)}')
+      raise ConfigError(f'{name}: {defaults.unknown_field(field)}')
     require(
       _is_one(field, VARIED),
       f'{name}: config.{field} changes nothing that a cell measures; vary one '
@@ -240,7 +240,7 @@ def _typed(
 ) -> Any:
   """Returns the value of a field that a word stands for."""
   word = word.removeprefix("'").removesuffix("'")
-  group, last = _place(config.base(), field)
+  group, last = _place(defaults.base(), field)
   if word == 'None' and group[last] is None:
     return None
   kind = _place(values, field)[0].get_type(last)

@@ -24,6 +24,7 @@ from ml_collections import config_flags
 from experiments import (
   cells,
   config,
+  defaults,
   display,
   options,
   prompts,
@@ -347,7 +348,7 @@ def _parse(
   """Returns the config with its overrides, and all flags."""
   own, overrides = _split_overrides(argv)
   values, _ = _parse_flags(own)
-  known = set(config.field_names(values))
+  known = set(defaults.field_names(values))
   for name in overrides:
     if name not in known:
       fields = [field for field in known if field.startswith(f'{name}.')]
@@ -356,7 +357,7 @@ def _parse(
           f'config.{name} is a group of fields; set one of them: '
           f'{", ".join(sorted(fields))}'
         )
-      raise ConfigError(config.unknown_field(name))
+      raise ConfigError(defaults.unknown_field(name))
   return _parse_flags(argv)
 
 

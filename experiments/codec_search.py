@@ -28,6 +28,7 @@ from experiments import (
   serving,
   summaries,
 )
+from experiments.study_settings import Candidate, Search
 from lynx_jax.config import (
   CodecConfig,
   Rotation,
@@ -121,7 +122,7 @@ def _measure(
   screen: display.Screen,
   files: Sequence[tuple[str, int]],
   *,
-  candidates: Sequence[config.Candidate],
+  candidates: Sequence[Candidate],
   chosen: Sequence[str] | None,
   layers: bool,
 ) -> list[dict[str, Any]]:
@@ -180,9 +181,7 @@ def _measure(
   return details
 
 
-def _candidates(
-  search: config.Search, known: Sequence[Found]
-) -> list[config.Candidate]:
+def _candidates(search: Search, known: Sequence[Found]) -> list[Candidate]:
   """Returns what is measured on the next prompts."""
   compared = search.compared_prompts
   if not known or not compared or len(known) < compared:
@@ -238,7 +237,9 @@ def _divergences(settings, texts, oracle, candidate) -> list[dict[str, Any]]:
 
 
 def sensitivity(
-  texts: forcing.Texts, oracle: forcing.Oracle, candidate: config.Candidate
+  texts: forcing.Texts,
+  oracle: forcing.Oracle,
+  candidate: Candidate,
 ) -> list[list[dict[str, float]]]:
   """Returns what a layer costs whose K, or V, alone is read from the Anchor.
 

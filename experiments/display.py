@@ -15,7 +15,8 @@ from typing import Any, TextIO
 
 from rich import box, console, live, table, text
 
-from experiments import config, summaries
+from experiments import summaries
+from experiments.schemes import SCHEMES
 
 PROVISIONAL_STYLE = 'dim underline'
 
@@ -218,7 +219,7 @@ def columns_of(
     records: of one mode; only `request` records are taken.
   """
   records = [r for r in records if _is_shown(r)]
-  order = list(config.SCHEMES)
+  order = list(SCHEMES)
   schemes = sorted({r['scheme'] for r in records}, key=order.index)
   fastest = {name: summaries.fastest_form(records, name) for name in schemes}
   verified: dict[str, list] = {name: [] for name in schemes}

@@ -24,6 +24,7 @@ from experiments import (
   prompts,
   results,
   sampling_study,
+  schemes,
   serving,
   summaries,
 )
@@ -66,7 +67,7 @@ class Bench:
   ):
     self.settings, self.model = settings, model
     ground = settings.schemes[0].codec
-    self.schemes = {name: config.scheme(name, ground) for name in _SCHEMES}
+    self.schemes = {name: schemes.scheme(name, ground) for name in _SCHEMES}
     self.engines: dict[str, Engine] = {}
     for name, scheme in self.schemes.items():
       line = stack.enter_context(
@@ -238,7 +239,7 @@ def sharpened(bench: Bench, piece: Piece) -> Figures:
   found: Figures = {}
   for suffix, planes in (('', codec.k.planes), ('_2bit', (2, 2, 4))):
     target, anchor = forcing.read_both(
-      bench.texts(piece), config.with_planes(codec, planes)
+      bench.texts(piece), schemes.with_planes(codec, planes)
     )
     landing = forcing.landing(target, anchor, drafts=_SHARPENED)
     name = f'{planes[0]} bits'

@@ -45,6 +45,7 @@ from experiments import (
 from experiments.peers import comparison, exchange, processes
 from experiments.questions import Question
 from experiments.readings import ANCHOR, REFERENCE, Reading
+from experiments.study_settings import Fidelity
 from lynx_jax import sampling
 from lynx_jax.config import CodecConfig, check_together, require
 from lynx_jax.models import weights
@@ -143,7 +144,7 @@ def run(
   screen.note(f'records: {writer.path}')
 
 
-_FILES: dict[str, Callable[[config.Fidelity], Iterator[Question]]] = {
+_FILES: dict[str, Callable[[Fidelity], Iterator[Question]]] = {
   'longbench': lambda study: questions.longbench(
     study.longbench, study.longbench_config, study.most_lines
   ),

@@ -13,7 +13,7 @@ import time
 
 import jax
 
-from experiments import cli, config, prompts, serving
+from experiments import cli, prompts, schemes, serving
 from lynx_jax.config import CodecConfig, EngineConfig
 from lynx_jax.engine import Committed, Request
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
   engine_config = EngineConfig(
     prompt_tokens=chosen.tokens, output_tokens=16, layer_groups=10
   )
-  scheme = config.scheme('lynx', CodecConfig())
+  scheme = schemes.scheme('lynx', CodecConfig())
   with serving.connect(model, scheme, engine_config) as line:
     clock.lap('engine')
     ask = Request(prompt=prompt, output_tokens=1)

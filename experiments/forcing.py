@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments import config
+from experiments.study_settings import Candidate, Code
 from lynx_jax import codec as codec_lib
 from lynx_jax import sampling
 from lynx_jax.config import (
@@ -95,11 +95,11 @@ class Texts:
 
 
 def read_both(
-  texts: Texts, candidate: config.Candidate | CodecConfig
+  texts: Texts, candidate: Candidate | CodecConfig
 ) -> tuple[Layers, Layers]:
   """Returns the prompts' KV as the target and as drafts read it."""
   if isinstance(candidate, CodecConfig):
-    candidate = config.Candidate(name='', codec=candidate)
+    candidate = Candidate(name='', codec=candidate)
   codec = candidate.codec
   return read(texts, codec), read(
     texts, codec, candidate.anchor, candidate.code
@@ -110,7 +110,7 @@ def read(
   texts: Texts,
   codec: CodecConfig,
   depth: int | None = None,
-  code: config.Code = config.Code.LINEAR,
+  code: Code = Code.LINEAR,
 ) -> Layers:
   """Returns the prompts' KV as read with `depth` planes; None is all."""
   packed = packed_tokens(texts, codec)
@@ -151,13 +151,13 @@ def _read_program(
   group: int,
   sinks: int,
   depth: int | None,
-  code: config.Code,
+  code: Code,
 ):
   """Compiles: what packed tokens read back as with `depth` planes."""
 
   def read(x: BFloat16[Array, 'B S K H'], packed: Bool[Array, 'B S']):
     values = x.astype(jnp.float32)
-    if code is config.Code.LOG:
+    if code is Code.LOG:
       read_back = log_code(values, codec, group=group, sinks=sinks)
       values = jnp.where(packed[:, :, None, None], read_back, values)
     elif codec.planes:

@@ -23,6 +23,7 @@ from experiments import (
   profiling,
   prompts,
   results,
+  schemes,
   serving,
   summaries,
 )
@@ -152,7 +153,7 @@ def _plan(settings, model, texts, screen, connect, agreed) -> _Plan:
 
   Chunks and programs follow from what is measured, so processes agree on it.
   """
-  int8 = config.scheme('int8', settings.codec)
+  int8 = schemes.scheme('int8', settings.codec)
   base = dataclasses.replace(
     settings.engine, prompt_tokens=max(map(len, texts.values()))
   )
@@ -225,7 +226,7 @@ def _seen_gbps(engine: Engine, prompt: list[int], rtt_ms: float) -> float:
   return result.anchor_bytes * 8 / 1e9 / max(seconds, 1e-6)
 
 
-def _advised(settings, model, texts, plan: _Plan, screen) -> config.Scheme:
+def _advised(settings, model, texts, plan: _Plan, screen) -> schemes.Scheme:
   """Returns the scheme whose first token comes soonest, by the planner.
 
   Costs are those of INT8 just measured; an Anchor-only step is taken to cost as
@@ -350,7 +351,7 @@ class _Study:
       self._request(case, repeat, scheme, mode, form, references)
 
   def _forms(
-    self, scheme: config.Scheme, case: _Case, repeat: int
+    self, scheme: schemes.Scheme, case: _Case, repeat: int
   ) -> tuple[Form, ...]:
     """Returns the forms in which a scheme runs this time; see `run`."""
     if scheme.is_speculative:

@@ -21,12 +21,14 @@ import numpy as np
 from experiments import (
   calibrate,
   config,
+  defaults,
   display,
   drawing,
   planner,
   results,
   selection,
 )
+from experiments.schemes import FAITHFUL
 from lynx_jax.config import ModelConfig, require
 from lynx_jax.engine import Mode
 from lynx_jax.models import presets
@@ -142,9 +144,9 @@ def run(
           for r in records
           if r['ttft_provisional_s'] is not None
         }
-        if any(scheme in first_s for scheme in config.FAITHFUL):
+        if any(scheme in first_s for scheme in FAITHFUL):
           advised[planner.best(first_s)] += 1
-  for scheme in config.FAITHFUL:
+  for scheme in FAITHFUL:
     writer.write(
       results.summary_record(
         f'best_{scheme}',
@@ -420,7 +422,7 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
     'plan.records holds no run of a latency study; make one by make latency',
   )
   assert stored is not None
-  values = config.base()
+  values = defaults.base()
   values.update(ml_collections.ConfigDict(stored['detail']['config']))
   study = config.settings(values)
   events = collections.defaultdict(list)

@@ -16,7 +16,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from experiments import config
+from experiments.schemes import FAITHFUL
 from lynx_jax import timeline
 from lynx_jax.config import Drafter, Order, require
 from lynx_jax.engine import Mode
@@ -453,24 +453,22 @@ _ALIKE = 1.03  # ratio of times that a user does not tell apart
 def best(first_token_s: Mapping[str, float]) -> str:
   """Returns the scheme to send.
 
-  It is the fastest to the first token of decode among `config.FAITHFUL`; of
+  It is the fastest to the first token of decode among `FAITHFUL`; of
   those within 3 % of it, the most faithful one, which is also the simplest.
 
   Args:
     first_token_s: provisional TTFT by scheme; others are passed over.
 
   Raises:
-    ConfigError: none of `config.FAITHFUL` is among them.
+    ConfigError: none of `FAITHFUL` is among them.
   """
   known = {
-    name: first_token_s[name]
-    for name in config.FAITHFUL
-    if name in first_token_s
+    name: first_token_s[name] for name in FAITHFUL if name in first_token_s
   }
   require(
     bool(known),
     f'of the schemes {", ".join(first_token_s) or "(none)"} none can be '
-    f'advised; add one of {", ".join(config.FAITHFUL)}',
+    f'advised; add one of {", ".join(FAITHFUL)}',
   )
   least = min(known.values())
   return next(name for name, s in known.items() if s <= _ALIKE * least)

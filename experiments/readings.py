@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import config, forcing, peer_formulas
+from experiments import forcing, peer_formulas
 from experiments.forcing import Layers, Texts
+from experiments.schemes import Scheme
 from lynx_jax import codec as codec_lib
 from lynx_jax import exact
 from lynx_jax.config import EngineConfig, TensorCodec, require
@@ -54,9 +55,7 @@ class Reading:
   same_as: str | None
 
 
-def names(
-  schemes: Sequence[config.Scheme], peers: Sequence[str] = ()
-) -> list[str]:
+def names(schemes: Sequence[Scheme], peers: Sequence[str] = ()) -> list[str]:
   """Returns the names of the readings, bf16 first.
 
   Raises:
@@ -67,7 +66,7 @@ def names(
 
 def readings(
   texts: Texts,
-  schemes: Sequence[config.Scheme],
+  schemes: Sequence[Scheme],
   engine: EngineConfig,
   peers: Sequence[str] = (),
 ) -> Iterator[Reading]:
@@ -134,15 +133,15 @@ def _read_peer(
 
 
 def _views(
-  schemes: Sequence[config.Scheme],
-) -> list[tuple[str, config.Scheme, int | None]]:
+  schemes: Sequence[Scheme],
+) -> list[tuple[str, Scheme, int | None]]:
   """Returns name, scheme and planes (None is all) of every reading."""
   require(
     any(scheme.name == REFERENCE for scheme in schemes),
     f'scheme={",".join(s.name for s in schemes)!r} must have {REFERENCE} in '
     'it, with which all others are compared',
   )
-  found: list[tuple[str, config.Scheme, int | None]] = []
+  found: list[tuple[str, Scheme, int | None]] = []
   for scheme in sorted(schemes, key=lambda s: s.name != REFERENCE):
     if scheme.is_speculative and not scheme.codec.exact:
       found.append((scheme.name + ANCHOR, scheme, 1))

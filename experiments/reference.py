@@ -18,7 +18,7 @@ from typing import Any
 
 import ml_collections
 
-from experiments import config
+from experiments import config, defaults
 from lynx_jax import config as library
 
 _FOLDER = pathlib.Path(__file__).parent
@@ -77,13 +77,13 @@ def _runs() -> Iterator[str]:
 
 def _fields() -> Iterator[tuple[str, str, str]]:
   """Yields name, default and meaning of every field of a run."""
-  comments, values = _comments_of_base(), config.base()
+  comments, values = _comments_of_base(), defaults.base()
   types = typing.get_type_hints(config.Settings) | {
     'codec': library.CodecConfig
   }
   order = {name: place for place, name in enumerate(comments)}
   names = sorted(
-    config.field_names(values),
+    defaults.field_names(values),
     key=lambda name: (
       '.' in name,
       order.get(name.split('.')[0], 0),
@@ -114,11 +114,11 @@ def _fault_words() -> dict[str, str]:
 
 
 def _comments_of_base() -> dict[str, str]:
-  """Returns the comments above the fields of `config.base`, by field.
+  """Returns the comments above the fields of `defaults.base`, by field.
 
   A comment belongs to the field that begins the line below it.
   """
-  source = textwrap.dedent(inspect.getsource(config.base))
+  source = textwrap.dedent(inspect.getsource(defaults.base))
   lines = source.split('\n')
   found: dict[str, str] = {}
 

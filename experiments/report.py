@@ -425,14 +425,15 @@ def _value(value: Any) -> str:
 
 def _comparison(group: Sequence[Any]) -> str:
   """Returns the tables that the terminal shows, one a mode."""
-  from experiments import config, display, selection
+  from experiments import display, selection
+  from experiments.schemes import SCHEMES
 
   parts = []
   for mode in selection.modes(group):
     chosen = [
       t.record
       for t in selection.setting(group)
-      if t['mode'] == mode and t['scheme'] in config.SCHEMES
+      if t['mode'] == mode and t['scheme'] in SCHEMES
     ]
     if not chosen:
       continue

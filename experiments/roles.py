@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import logging
 
-from experiments import config, display, profiling, serving, sides
+from experiments import config, display, profiling, schemes, serving, sides
 from experiments.options import SERVING, Role
 from lynx_jax import handshake
 from lynx_jax.config import ConfigError, EngineConfig
@@ -61,7 +61,7 @@ class Remote:
   def prefill(
     self,
     model: serving.Model,
-    scheme: config.Scheme,
+    scheme: schemes.Scheme,
     engine: EngineConfig,
     pace: Pace | None,
   ) -> RemotePrefill:
@@ -122,7 +122,7 @@ def serve(
       )
   longest = max(tokens for _, tokens in settings.prompts)
   engine = dataclasses.replace(settings.engine, prompt_tokens=longest)
-  int8 = config.scheme('int8', settings.codec)  # sets the rates
+  int8 = schemes.scheme('int8', settings.codec)  # sets the rates
   codecs = dict.fromkeys(s.codec for s in (int8, *settings.schemes))
   window: dict[str, Any] = {}
   if settings.transfer.window_bytes is not None:

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import jax
 from flax import nnx
 
-from experiments import config, display, results
+from experiments import display, results
 from experiments import sides as sides_lib
+from experiments.schemes import Scheme
 from lynx_jax import mesh, timeline, wire
 from lynx_jax.config import EngineConfig, ModelConfig, Order, require
 from lynx_jax.engine import Engine, Form, Request, Result
@@ -79,7 +80,7 @@ class Remote(Protocol):
   def prefill(
     self,
     model: Model,
-    scheme: config.Scheme,
+    scheme: Scheme,
     engine: EngineConfig,
     pace: Pace | None,
   ) -> PrefillSide:
@@ -204,7 +205,7 @@ class Line:
 @contextlib.contextmanager
 def connect(
   model: Model,
-  scheme: config.Scheme,
+  scheme: Scheme,
   engine: EngineConfig,
   *,
   rate_gbps: float | None = None,

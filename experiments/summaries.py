@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments import config, results
+from experiments import results
+from experiments.schemes import SCHEMES
 
 Record = Mapping[str, Any]
 
@@ -72,7 +73,7 @@ def summaries(
   chosen = [
     r for r in records if r.get('kind') == 'request' and r['mode'] == mode
   ]
-  by = {name: fastest_form(chosen, name) for name in config.SCHEMES}
+  by = {name: fastest_form(chosen, name) for name in SCHEMES}
   prefill_s = median_prefill_s(chosen)
   verified = [r for r in chosen if _form(r) == 'verify']
 

@@ -4,7 +4,7 @@
 import pytest
 
 from configs import demo, smollm2, tiny
-from experiments import config
+from experiments import config, defaults
 from lynx_jax.config import (
   Axis,
   ConfigError,
@@ -19,7 +19,7 @@ from lynx_jax.transport.fault_plan import Fault, Peer, PeerFault, Step
 
 def _settings(**fields) -> config.Settings:
   """Returns settings with fields set by `group__name`."""
-  values = config.base()
+  values = defaults.base()
   for name, value in fields.items():
     *groups, last = name.split('__')
     place = values
@@ -218,18 +218,18 @@ def test_faults_and_patience_reach_the_library():
   ],
 )
 def test_an_unknown_field_names_the_nearest(name, nearest):
-  assert config.unknown_field(name).endswith(f'mean config.{nearest}?')
+  assert defaults.unknown_field(name).endswith(f'mean config.{nearest}?')
 
 
 def test_an_unknown_field_of_a_config_file():
-  values = config.base()
+  values = defaults.base()
   values.codec.bits = 4
   with pytest.raises(ConfigError, match=r'config\.codec\.bits does not exist'):
     config.settings(values)
 
 
 def test_a_missing_field_of_a_config_file():
-  values = config.base()
+  values = defaults.base()
   del values.link['share']
   with pytest.raises(ConfigError, match=r'config\.link\.share is missing'):
     config.settings(values)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from experiments import config, pages, reference, report, selection
+from experiments import defaults, pages, reference, report, selection
 from experiments.figures import steps
 
 ROOT = pages.ROOT
@@ -127,7 +127,7 @@ def test_what_a_page_names_exists(page):
   for code in re.findall(r'`make ([a-z-]+)', text):
     if code not in targets:
       missing.append(f'make {code}')
-  fields = set(config.field_names(config.base()))
+  fields = set(defaults.field_names(defaults.base()))
   for name in re.findall(r'--config\.([a-z][\w.]*\w)=', text):
     if name not in fields and not _is_place_for_a_name(name):
       missing.append(f'--config.{name}')

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import config as experiments_config
+from experiments import schemes
 from lynx_jax import attention, kv_cache
 from lynx_jax import codec as codec_lib
 from lynx_jax.config import CodecConfig, ConfigError, TensorCodec
@@ -213,5 +213,5 @@ def test_a_group_must_be_committed_before_it_is_read():
 def test_baselines_without_planes_keep_generated_tokens_dense():
   names = {'bf16': False, 'int8': True, 'lynx': True, 'lynx_exact': False}
   for name, packs in names.items():
-    scheme = experiments_config.scheme(name, CodecConfig(generated=True))
+    scheme = schemes.scheme(name, CodecConfig(generated=True))
     assert scheme.codec.generated is packs

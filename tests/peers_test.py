@@ -9,6 +9,7 @@ import pytest
 
 from experiments import config, fidelity_study, prompts, readings, results
 from experiments.peers import caches, comparison, exchange, processes
+from lynx_jax.config import ConfigError
 from tests import fidelity_study_test
 
 PROMPTS = (
@@ -235,12 +236,12 @@ def _settings(path='smollm2', **fields) -> config.Settings:
 )
 def test_what_peers_cannot_read_is_named(path, fields, message, tmp_path):
   settings = _settings(path, peers='llama_q8_0', **fields)
-  with pytest.raises(config.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     fidelity_study.run(settings, None, None)
 
 
 def test_a_peer_that_does_not_exist_is_named():
-  with pytest.raises(config.ConfigError, match="did you mean 'llama_q8_0'"):
+  with pytest.raises(ConfigError, match="did you mean 'llama_q8_0'"):
     _settings(peers='llama_q8')
 
 

@@ -13,12 +13,14 @@ from configs import plan as configured
 from experiments import (
   cli,
   config,
+  defaults,
   display,
   latency,
   plan,
   planner,
   report,
   results,
+  schemes,
 )
 from lynx_jax import timeline
 from lynx_jax.config import CodecConfig, ConfigError, EngineConfig
@@ -30,7 +32,7 @@ MODEL = presets.SMOLLM2_135M
 STEP_S = 0.05
 ENGINE = EngineConfig(chunk_bytes=64 * 1024)
 SCHEMES = [
-  config.scheme(name, CodecConfig())
+  schemes.scheme(name, CodecConfig())
   for name in ('bf16', 'int8', 'int4', 'interleaved', 'lynx')
 ]
 
@@ -197,7 +199,7 @@ def test_int4_alone_is_never_advised():
   ],
 )
 def test_auto_follows_the_link(rate_gbps, mode, advice, capsys):
-  values = config.base()
+  values = defaults.base()
   values.scheme, values.mode = 'auto', mode
   study = config.settings(values)
   assert study.auto
@@ -222,7 +224,7 @@ def test_auto_follows_the_link(rate_gbps, mode, advice, capsys):
 
 
 def test_auto_stands_alone():
-  values = config.base()
+  values = defaults.base()
   values.scheme = 'auto,lynx'
   with pytest.raises(ConfigError, match='auto chooses one scheme'):
     config.settings(values)
@@ -230,7 +232,7 @@ def test_auto_stands_alone():
 
 def test_a_study_that_the_planner_made_itself_is_predicted():
   """Records of simulated requests give back what they were made with."""
-  values = config.base()
+  values = defaults.base()
   values.scheme = 'bf16,int8,lynx'
   values.mode = 'serial,overlapped'
   study = config.settings(values)
@@ -292,7 +294,7 @@ def _simulated(scheme, mode, prompt_tokens=1024, chunk_bytes=50_000):
 
 
 def test_records_without_int8_are_refused():
-  values = config.base()
+  values = defaults.base()
   records = [
     results.run_record(['main'], json.loads(values.to_json())),
     *_simulated(SCHEMES[0], Mode.SERIAL),

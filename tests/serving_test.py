@@ -7,7 +7,7 @@ import jax
 import pytest
 from flax import nnx
 
-from experiments import config, serving
+from experiments import schemes, serving
 from lynx_jax.config import CodecConfig, ConfigError, EngineConfig
 from lynx_jax.engine import Request
 from lynx_jax.models import presets
@@ -56,7 +56,7 @@ def test_two_devices_prefill_for_four(monkeypatch):
   small = functools.partial(presets.tiny, layers=2)
   monkeypatch.setattr(presets, 'tiny', small)
   model = serving.load('tiny', 'float32', (2, 4))
-  scheme = config.scheme('lynx', CodecConfig())
+  scheme = schemes.scheme('lynx', CodecConfig())
   engine_config = EngineConfig(
     prompt_tokens=len(PROMPT),
     output_tokens=9,

@@ -7,8 +7,9 @@ from typing import Any
 from matplotlib import patches
 from matplotlib.figure import Figure
 
-from experiments import config, drawing, planner, selection
+from experiments import drawing, planner, selection
 from experiments.drawing import Drawing, Table
+from experiments.schemes import FAITHFUL
 
 Record = Mapping[str, Any]
 _ADVISED = {'bf16': 'white', 'int8': '#d9e6ef', 'lynx': '#f5c9a8'}
@@ -150,7 +151,7 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
 
 def _advice(first_s: Mapping[str, float]) -> tuple[str, str]:
   """Returns the words of a cell, and its colour."""
-  if not set(config.FAITHFUL) & set(first_s):
+  if not set(FAITHFUL) & set(first_s):
     return '–', drawing.FAINT
   name = planner.best(first_s)
   if 'int8' not in first_s or name == 'int8':
