@@ -683,9 +683,52 @@ def draw(records: Sequence[Mapping[str, Any]]) -> list[Any]:
     return fidelity.draw(traces, drawing.styles_of(traces))
 
 
+# Title, figure and form of the columns in a table of readings.
+_COLUMNS = (
+  ('bits', 'bits', '.2f'),
+  ('KL, nats', 'kl', '.2g'),
+  ('agreement', 'agreement', '.3f'),
+  ('NLL over bf16, nats', 'nll_over_bf16', '.4f'),
+  ('exact match, tokens', 'exact_match_tokens', '.0f'),
+  ('task score', 'match_tasks', '.2f'),
+  ('same answer as bf16', 'same_answer_tasks', '.2f'),
+)
+
+
 def tables(records: Sequence[Mapping[str, Any]]) -> list[Any]:
-  """Returns the comparison with peers, if there were any."""
-  return comparison.tables(records)
+  """Returns a table of all readings, and of peers if there were any."""
+  known = {r['name']: r for r in records if r['kind'] == 'summary'}
+  readings_of = [
+    name.removeprefix('kl_') for name in known if name.startswith('kl_')
+  ]
+  rows = [
+    (
+      name,
+      *(
+        _cell(known.get(f'{figure}_{name}'), form)
+        for _, figure, form in _COLUMNS
+      ),
+    )
+    for name in readings_of
+  ]
+  if not rows:
+    return comparison.tables(records)
+  header = ('reading', *(title for title, _, _ in _COLUMNS))
+  caption = 'Readings: means over prompts, of lengths medians; 90 % intervals'
+  return [(caption, header, rows), *comparison.tables(records)]
+
+
+def _cell(summary: Mapping[str, Any] | None, form: str) -> str:
+  """Returns a figure with its interval; one that does not vary has none."""
+  if summary is None:
+    return '–'
+  middle, low, high = (
+    None if summary[part] is None else format(summary[part], form)
+    for part in ('value', 'low', 'high')
+  )
+  if low is None or high is None or low == middle == high:
+    return str(middle)
+  return f'{middle} ({low} – {high})'
 
 
 def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:

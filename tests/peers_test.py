@@ -292,7 +292,10 @@ def test_the_study_puts_peers_beside_ours(tmp_path, monkeypatch):
   )
   assert 'peer_refused did not run: no such width' in said
   assert 'peer_plain (4.50 bits' in said
-  assert fidelity_study.tables(records)
+  (_, header, means), (caption, *_) = fidelity_study.tables(records)
+  by = {name: dict(zip(header[1:], row, strict=True)) for name, *row in means}
+  assert by['peer_plain']['bits'] == '4.50'
+  assert caption.startswith('Peers')
   again, summaries, said = fidelity_study_test._run(tmp_path, **fields)
   assert 'running peer_refused …' in said
   assert summaries == last
