@@ -589,7 +589,7 @@ def test_a_mistake_is_one_line(flags, message, capsys, tmp_path, monkeypatch):
   'text, message',
   [
     ('', 'no request'),
-    ('[1]\n"x"\n3\n', 'no request'),
+    ('[1]\n"x"\n3\n', ':1: [1] must be an object; remove that line'),
     ('{"kind": "summary", "name": "a", "value": 1}\n', 'no request'),
     ('{"kind": \n{"kind": "request"}\n', ':1: no JSON'),
   ],
