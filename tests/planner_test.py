@@ -303,6 +303,25 @@ def test_records_without_int8_are_refused():
     plan.compare([])
 
 
+def test_the_scatter_says_what_its_marks_are():
+  compared = [
+    results.compared_record(
+      request=mode,
+      scheme='lynx',
+      mode=mode,
+      link_gbps=0.03,
+      predicted_s=1.0,
+      measured_s=1.1,
+    )
+    for mode in ('serial', 'overlapped')
+  ]
+  (drawn,) = plan.draw(compared)
+  (axes,) = drawn.figure.axes
+  words = {text.get_text() for text in axes.get_legend().get_texts()}
+  assert words == {'within 10 %', 'lynx', 'serial', 'overlapped'}
+  assert axes.get_xlabel().endswith('s (n = 2 requests)')
+
+
 def _without(*names):
   return lambda records: [r for r in records if r.get('name') not in names]
 

@@ -28,6 +28,7 @@ from experiments import (
   studies,
   summaries,
 )
+from experiments.figures import timeline
 
 ROOT = pathlib.Path(__file__).parents[1]
 PNG = b'\x89PNG\r\n\x1a\n'
@@ -338,6 +339,15 @@ def test_a_repeated_greedy_request_counts_once():
   records = study(schemes=('lynx',), repeats=3)
   rows = drawn(records)['acceptance'].table.rows
   assert rows[0][4] == str(len(records[0]['rounds']))
+
+
+def test_a_run_of_chunks_ends_where_the_next_is_drawn_over_it():
+  spans = [
+    {'name': 'anchor', 'start_s': a, 'end_s': b, 'detail': {'token_chunk': n}}
+    for n, a, b in ((0, 0.0, 1.0), (0, 0.5, 3.0), (1, 1.0, 3.5))
+  ]
+  runs = timeline._runs(selection.Trace({}, spans), spans, [0, 0, 1], 'anchor')
+  assert [run[:2] for run in runs] == [(0.0, 1.0), (1.0, 3.5)]
 
 
 def test_acceptance_runs_count_full_rounds_only(tmp_path, quick):
