@@ -322,6 +322,29 @@ def test_the_scatter_says_what_its_marks_are():
   assert axes.get_xlabel().endswith('s (n = 2 requests)')
 
 
+def test_a_map_says_that_it_is_projected():
+  records = [
+    results.request_record(
+      scheme=scheme,
+      mode='serial',
+      model='m',
+      prompt_tokens=8192,
+      link_gbps=10.0,
+      rtt_ms=1.0,
+      ttft_provisional_s=seconds,
+      label='projected',
+      plan={'slice': 'v5e-8', 'in_flight': 1},
+    )
+    for scheme, seconds in (('int8', 3.0), ('lynx', 2.0))
+  ]
+  (drawn,) = plan.draw(records)
+  (foot,) = [text.get_text() for text in drawn.figure.texts]
+  assert foot.startswith('projected · m · 8,192 prompt tokens · 10 Gbit/s')
+  (axes,) = drawn.figure.axes
+  assert [text.get_text() for text in axes.texts] == ['lynx 1.50']
+  assert axes.get_ylabel() == 'prompt tokens'
+
+
 def _without(*names):
   return lambda records: [r for r in records if r.get('name') not in names]
 

@@ -199,7 +199,8 @@ def _draw_rate(
   drawing.foot(
     figure,
     _of_facet(traces, facet),
-    f'n = {drawing.span(counts)} requests a mark',
+    f'n = {drawing.span(counts)} requests a mark, their median; lines are '
+    'bounds',
     rates=False,
   )
   return Drawing(

@@ -149,6 +149,13 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
         axes.set_title(f'{side[0]} on {side[1]}, {many}', loc='left')
     for axes in grid[-1]:
       axes.set_xlabel('rate of the link, Gbit/s')
+    for axes in grid[:, 0]:
+      axes.set_ylabel('prompt tokens')
+    drawing.foot(
+      figure,
+      [*map(selection.Trace, cells)],
+      f'{mode}; the scheme that is advised, and TTFT of INT8 over its own',
+    )
   return Drawing(
     f'advice_{mode}',
     f'Which scheme to send, {mode}',
