@@ -4,6 +4,7 @@
 It runs nothing. A mistake in any cell shows before the first one starts.
 """
 
+import collections
 import dataclasses
 import itertools
 import re
@@ -34,7 +35,7 @@ VARIED = (
   'prompt_lengths',
   'output_tokens',
   'sampling',
-  'acceptance',
+  'acceptance.output_tokens',
   'repeats',
   'seed',
   'prefill_mesh',
@@ -42,6 +43,21 @@ VARIED = (
   'decode_data',
   *APART,
 )
+
+
+# What one may call an axis, and the field that it is.
+_WORDS = {
+  'backlog': 'engine.backlog_tokens',
+  'bits': 'codec.k,codec.v',
+  'gamma': 'engine.draft_tokens',
+  'group': 'codec.group',
+  'priority': 'engine.order',
+  'rate': 'link.rate_gbps',
+  'rotation': 'codec.k_rotation,codec.v_rotation',
+  'target': 'scheme',
+  'window': 'codec.recent_tokens or transfer.window_bytes',
+  'acceptance.draft_tokens': 'engine.draft_tokens',
+}
 
 
 class CellsMissing(Exception):
@@ -64,12 +80,17 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
     return config.settings(values)
   defaults.check_fields(values, defaults.base())
   texts = values.ablation
+  changes = _changes(values)
   require(
-    bool(texts.axes.strip() or texts.cells.strip()),
-    "ablation.axes='' must name what is varied, for example "
+    any(changes),
+    f'ablation.axes={texts.axes!r} must name what is varied, for example '
     "'codec.group=32|64; link.rtt_ms=1|50'",
   )
-  changes = _changes(values)
+  require(
+    not (texts.shard.strip() and texts.merge.strip()),
+    f'ablation.shard={texts.shard!r} runs a part and '
+    f'ablation.merge={texts.merge!r} runs nothing: leave one of them out',
+  )
   fields = dict.fromkeys(itertools.chain.from_iterable(changes))
   cells: dict[Any, Cell] = {}
   for change in changes:
@@ -92,24 +113,35 @@ def settings(values: ml_collections.ConfigDict) -> Settings:
 
 def _changes(values: ml_collections.ConfigDict) -> list[_Change]:
   """Returns the changes of every cell: the list, times the grid."""
+  lists, grid = values.ablation.cells, values.ablation.axes
   listed = [
-    dict(
-      itertools.chain.from_iterable(
-        _assigned(values, 'ablation.cells', word)[0]
-        for word in parsing.split(entry, r'\s')
-      )
-    )
-    for entry in parsing.split(values.ablation.cells, ';')
+    [
+      pair
+      for word in parsing.split('ablation.cells', entry, r'\s')
+      for pair in _assigned(values, 'ablation.cells', word)[0]
+    ]
+    for entry in parsing.split('ablation.cells', lists, ';')
   ]
   axes = [
     _assigned(values, 'ablation.axes', entry)
-    for entry in parsing.split(values.ablation.axes, ';')
+    for entry in parsing.split('ablation.axes', grid, ';')
   ]
   return [
-    one | dict(itertools.chain.from_iterable(grid))
-    for one in listed or [{}]
-    for grid in itertools.product(*axes)
+    _change([*one, *itertools.chain.from_iterable(place)])
+    for one in listed or [[]]
+    for place in itertools.product(*axes)
   ]
+
+
+def _change(pairs: Sequence[tuple[str, Any]]) -> _Change:
+  for field, times in collections.Counter(f for f, _ in pairs).items():
+    values = ' and '.join(f'{value}' for f, value in pairs if f == field)
+    require(
+      times == 1,
+      f'ablation: a cell sets {field} to {values}; name a field once, in '
+      'ablation.axes or in the entries of ablation.cells',
+    )
+  return dict(pairs)
 
 
 def _cell(
@@ -154,13 +186,19 @@ def _assigned(
   """
   left, equals, right = entry.partition('=')
   fields = [field.strip() for field in left.split(',')]
-  words = parsing.split(right, '|')
+  words = parsing.split(name, right, '|')
   require(
-    bool(equals) and all(fields) and bool(words),
-    f'{name}: {entry!r} must be FIELD=VALUE, for example codec.group=64',
+    bool(equals) and all(fields) and all(words),
+    f'{name}: {entry!r} must be FIELD=VALUE or FIELD=VALUE|VALUE, for example '
+    "codec.group=64; no text is ''",
   )
   known = {*defaults.field_names(values)}
   for field in fields:
+    require(
+      field not in _WORDS,
+      f'{name}: config.{field} is no axis; vary {_WORDS.get(field)} '
+      '(docs/ablation.md has every axis)',
+    )
     if field not in known:
       raise ConfigError(f'{name}: {defaults.unknown_field(field)}')
     require(

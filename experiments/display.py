@@ -110,12 +110,21 @@ class Screen:
   def grid(
     self, title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
   ) -> None:
-    """Prints any table."""
+    """Prints any table; names of rows are broken at blanks, never cut."""
     grid = table.Table(title=title, title_justify='left', box=box.SIMPLE_HEAD)
+    rows = [*rows]
     for i, name in enumerate(header):
-      grid.add_column(text.Text(name), justify='right' if i else 'left')
+      grid.add_column(
+        text.Text(name), justify='right' if i else 'left', overflow='fold'
+      )
     for row in rows:
       grid.add_row(*map(text.Text, row))
+    room = self._console.options.update(max_width=sys.maxsize)
+    if self._console.measure(grid, options=room).maximum > self._console.width:
+      names = [header[0], *(row[0] for row in rows)]
+      grid.columns[0].width = max(
+        len(word) for name in names for word in name.split() or ['']
+      )
     self._console.print(grid)
 
 

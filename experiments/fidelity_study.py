@@ -608,6 +608,11 @@ def _encoded(bench: _Bench, question: Question, most: int) -> _Prompt:
     kept = itertools.chain(*_halves(ids, most))
     return _Prompt(question.name, tuple(kept), question)
   around = len(tokenizer.encode_chat([{'role': 'user', 'content': ''}]))
+  require(
+    most >= around + 2,
+    f'prompt_tokens={most} must be at least {around + 2}: a message without a '
+    f'text takes {around} in the chat template of the model',
+  )
   text = ''.join(map(tokenizer.decode, _halves(ids, most - around)))
   ids = tokenizer.encode_chat([{'role': 'user', 'content': text}])
   return _Prompt(question.name, tuple(ids), question)

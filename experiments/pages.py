@@ -263,6 +263,24 @@ _PARTS = ('low', 'high', 'n', *_OF_REQUESTS)
 _FACTORS = {'%': 100.0, 'Mbit/s': 1e3, 'MB': 1e-6}  # of gbps, and of bytes
 
 
+def malformed(text: str, page: str) -> list[str]:
+  """Returns which comments of a page look like ours and would do nothing."""
+  faults = []
+  for line, form in (
+    ('<!-- figures', _TIED),
+    ('<!-- generated', _BLOCK),
+    ('<!-- end', _BLOCK),
+  ):
+    begun = len(re.findall(f'^{line}', text, re.MULTILINE))
+    whole = len(form.findall(text))
+    if begun != whole:
+      faults.append(
+        f'{page}: {begun} lines begin with {line!r}, but {whole} comments are '
+        f'of the form that {pathlib.Path(__file__).name} knows'
+      )
+  return faults
+
+
 def compare(text: str, page: str) -> list[str]:
   """Returns what in a page differs from the records that it is tied to."""
   faults = []
@@ -426,6 +444,7 @@ def check() -> list[str]:
   faults = []
   for path in pages():
     text = path.read_text(encoding='utf-8')
+    faults += malformed(text, _short(path))
     faults += compare(text, _short(path))
     if generate(text) != text:
       faults.append(f'{_short(path)}: what is generated is stale; make docs')

@@ -160,10 +160,17 @@ def positive(field: str, value: int) -> int:
   return value
 
 
-def split(text: str, separator: str) -> list[str]:
-  """Splits at a character; what stands in single quotes stays together."""
-  parts = re.findall(rf"(?:'[^']*'|[^{separator}'])+", text)
-  return [part.strip() for part in parts if part.strip()]
+def split(name: str, text: str, separator: str) -> list[str]:
+  """Splits at a character; what stands in single quotes stays together.
+
+  Parts without a character are left out, but for those of `|`.
+  """
+  require(
+    text.count("'") % 2 == 0, f"{name}: {text!r} must have another quote, '"
+  )
+  one = rf"(?:^|[{separator}])((?:'[^']*'|[^{separator}'])*)"
+  parts = re.findall(one, text)
+  return [part.strip() for part in parts if part.strip() or separator == '|']
 
 
 def hint(name: str, known: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ from experiments import (
   selection,
 )
 from experiments.schemes import FAITHFUL
-from lynx_jax.config import ModelConfig, require
+from lynx_jax.config import ConfigError, ModelConfig, require
 from lynx_jax.engine import Mode
 from lynx_jax.models import presets
 from lynx_jax.transport.streams import WireFormat
@@ -387,7 +387,12 @@ def _preset(name: str) -> ModelConfig:
   SmolLM2-135M-Instruct.Q4_1 is a SmolLM2-135M-Instruct.
   """
   near = [known for known in MODELS if name.startswith(known)]
-  return _model(max(near, key=len, default=name))
+  require(
+    bool(near),
+    f'plan.records is of the model {name!r}, whose dimensions the planner does '
+    f'not have; it must be one of {", ".join(MODELS)}',
+  )
+  return MODELS[max(near, key=len)]
 
 
 def _last_run(records: Sequence[Record]) -> Sequence[Record]:
@@ -410,11 +415,12 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
     records: of a run with requests and events.
 
   Returns:
-    For every request its name, scheme, mode and rate, and the seconds of its
-    TTFT, `predicted_s` and `measured_s`.
+    For every request of a scheme that the planner predicts its name, scheme,
+    mode and rate, and the seconds of its TTFT, `predicted_s` and `measured_s`.
 
   Raises:
-    ConfigError: there is no run, or no INT8 request with events in it.
+    ConfigError: there is no run, or none that can be predicted: its fields are
+      others, or it has no INT8 request with events in it.
   """
   stored = next((r for r in records if r.get('name') == 'run'), None)
   require(
@@ -423,22 +429,37 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
   )
   assert stored is not None
   values = defaults.base()
-  values.update(ml_collections.ConfigDict(stored['detail']['config']))
-  study = config.settings(values)
+  try:
+    values.update(ml_collections.ConfigDict(stored['detail']['config']))
+    study = config.settings(values)
+  except (ConfigError, TypeError) as error:  # also of a field's type
+    raise ConfigError(
+      f'plan.records is of a run that this version cannot read: {error}; make '
+      'one anew by make latency'
+    ) from error
+  schemes = {scheme.name: scheme for scheme in study.schemes}
   events = collections.defaultdict(list)
   for record in records:
     if record['kind'] == 'event' and record.get('request'):
       events[record['request']].append(record)
-  chunk_bytes = max(
+  sizes = [
     e['detail']['bytes']
     for e in records
     if e['kind'] == 'event' and e['name'] in ('anchor', 'residual')
-  )
+  ]
   requests = [
     r
     for r in records
-    if r['kind'] == 'request' and r['ttft_provisional_s'] is not None
+    if r['kind'] == 'request'
+    and r['ttft_provisional_s'] is not None
+    and r['scheme'] in schemes
+    and not planner.unpredicted(schemes[r['scheme']].engine(study.engine))
   ]
+  require(
+    bool(sizes and requests),
+    'plan.records is not of a latency study: it has no requests with their '
+    'transfers; make one by make latency',
+  )
   fits = {
     mode: _fit(
       [r for r in requests if r['mode'] == mode],
@@ -449,14 +470,14 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
   }
   found = []
   for request in requests:
-    scheme = next(s for s in study.schemes if s.name == request['scheme'])
+    scheme = schemes[request['scheme']]
     wire = WireFormat(
       _preset(request['model']),
       scheme.codec,
       dataclasses.replace(
         scheme.engine(study.engine),
         prompt_tokens=request['prompt_tokens'],
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=max(sizes),
       ),
     )
     ask = planner.Ask(
@@ -495,7 +516,8 @@ def _fit(
   chunks, steps = collections.defaultdict(list), []
   for request in requests:
     mine = events[request['request']]
-    if request['scheme'] != 'int8' or not mine:
+    first = next((e for e in mine if e['name'] == 'verify'), None)
+    if request['scheme'] != 'int8' or first is None:
       continue
     seconds: collections.Counter[int] = collections.Counter()
     for event in mine:
@@ -504,7 +526,6 @@ def _fit(
         seconds[start] += event['end_s'] - event['start_s']
     for start, both_s in seconds.items():
       chunks[start].append(both_s)
-    first = next(e for e in mine if e['name'] == 'verify')
     steps.append(first['end_s'] - first['start_s'])
   require(
     len(chunks) > 1 and bool(steps),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from experiments.schemes import FAITHFUL
 from lynx_jax import timeline
-from lynx_jax.config import Drafter, Order, require
+from lynx_jax.config import Drafter, EngineConfig, Order, require
 from lynx_jax.engine import Mode
 from lynx_jax.speculative import draft_length
 from lynx_jax.transport.scheduler import Scheduler
@@ -150,16 +150,21 @@ def simulate(
     ConfigError: for what it cannot predict.
   """
   require(bool(asks), 'a plan needs at least one request')
-  require(
-    wire.engine.order is not Order.LAYERS,
-    'engine.order=layers is not predicted; leave out the schemes *_layers',
-  )
-  require(
-    wire.engine.drafter is not Drafter.PREFILL,
-    'engine.drafter=prefill is not predicted; leave out prefill_continues',
-  )
+  unknown = unpredicted(wire.engine)
+  require(not unknown, unknown)
   run = _Run(asks, wire, costs, mode, rate_gbps, rtt_ms, seed)
   return run.end()
+
+
+def unpredicted(engine: EngineConfig) -> str:
+  """Returns what of a scheme's engine no simulation knows, and a remedy."""
+  if engine.order is Order.LAYERS:
+    return 'engine.order=layers is not predicted; leave out schemes *_layers'
+  if engine.drafter is Drafter.PREFILL:
+    return (
+      'engine.drafter=prefill is not predicted; leave out prefill_continues'
+    )
+  return ''
 
 
 class _Slot:

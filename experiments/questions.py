@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -121,7 +122,7 @@ def longbench(
     require(
       data_set in _LONGBENCH,
       f'{file}: {data_set!r} must be one of {", ".join(_LONGBENCH)} (the '
-      'Chinese sets need a word segmenter)',
+      'Chinese sets need a word segmenter); take other files out of the folder',
     )
     for known, name in ((prompts, 'prompt'), (lengths, 'maxlen')):
       require(
@@ -129,6 +130,11 @@ def longbench(
         f'{pathlib.Path(settings_folder) / f"dataset2{name}.json"}: '
         f'{data_set!r} is missing',
       )
+    require(
+      lengths[data_set] > 0,
+      f'{pathlib.Path(settings_folder) / "dataset2maxlen.json"}: '
+      f'{data_set}={lengths[data_set]} must be positive',
+    )
     for number, place, record in _first(lines(file), most):
       fields = {
         name: _field(place, record, name, str) for name in ('context', 'input')
@@ -166,6 +172,7 @@ def ruler(folder: str, most: int = 0) -> Iterator[Question]:
   Raises:
     ConfigError: naming a file, and the line in it.
   """
+  found: dict[str, pathlib.Path] = {}
   for file in _files('fidelity.ruler', folder, '**/*.jsonl'):
     split = file.stem in ('validation', 'test')
     task = file.parent.name if split else file.stem
@@ -173,6 +180,12 @@ def ruler(folder: str, most: int = 0) -> Iterator[Question]:
     require(
       kind in _RULER,
       f'{file}: task {task!r} must begin with one of {", ".join(_RULER)}',
+    )
+    other = found.setdefault(task, file)
+    require(
+      other == file,
+      f'fidelity.ruler={folder!r} has task {task!r} twice, in {other} and '
+      f'{file}; it must be a folder of one length, and of prompts alone',
     )
     metric, most_tokens = _RULER[kind]
     for number, place, record in _first(lines(file), most):
@@ -198,6 +211,7 @@ def lines(file: pathlib.Path) -> Iterator[tuple[int, str, Record]]:
   number = 0
   for number, line in enumerate(file.read_bytes().splitlines(), 1):
     place = f'{file}:{number}'
+    require(bool(line.strip()), f'{place}: no JSON, it is blank; remove it')
     try:
       record = json.loads(line)
     except ValueError as error:  # of the text's encoding, too
@@ -233,7 +247,7 @@ def _settings(folder: str, name: str, kind: type) -> dict[str, Any]:
     raise ConfigError(f'{file}: no JSON: {error}') from error
   require(
     isinstance(values, dict)
-    and all(isinstance(value, kind) for value in values.values()),
+    and all(type(value) is kind for value in values.values()),
     f'{file}: must be an object whose values are of type {kind.__name__}',
   )
   return values
@@ -246,6 +260,8 @@ def _field(place: str, record: Record, name: str, kind: type) -> Any:
     isinstance(value, kind),
     f'{place}: {name}={value!r:.40} must be of type {kind.__name__}',
   )
+  if kind is str:
+    _check_characters(place, name, value)
   return value
 
 
@@ -255,7 +271,17 @@ def _texts(place: str, record: Record, name: str) -> tuple[str, ...]:
     bool(values) and all(isinstance(value, str) for value in values),
     f'{place}: {name}={values!r:.40} must be texts, one at least',
   )
+  for value in values:
+    _check_characters(place, name, value)
   return tuple(values)
+
+
+def _check_characters(place: str, name: str, text: str) -> None:
+  half = re.search('[\\ud800-\\udfff]', text)  # JSON has a notation for it
+  require(
+    half is None,
+    f'{place}: {name} has half a character, {half and half[0]!r}; remove it',
+  )
 
 
 def _check_paragraphs(place: str, answers: tuple[str, ...]) -> None:

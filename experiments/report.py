@@ -269,8 +269,7 @@ def read(path: pathlib.Path) -> list[Record]:
   records: list[Record] = []
   try:
     for record in results.read(path):
-      if isinstance(record, dict):
-        records.append(record)
+      records.append(record)
   except ValueError as error:
     with path.open('rb') as file:
       file.seek(0, os.SEEK_END)
@@ -278,7 +277,7 @@ def read(path: pathlib.Path) -> list[Record]:
       file.seek(max(0, size - 1))
       whole = file.read() == b'\n'
     if whole or not records:
-      raise ReportError(f'{error}; remove that line') from error
+      raise ReportError(str(error)) from error
   return records
 
 

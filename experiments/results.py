@@ -14,6 +14,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lynx_jax.config import ConfigError, require
 from lynx_jax.timeline import Event
 
 FILE = 'results.jsonl'
@@ -422,14 +423,20 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   """Yields the records of a `results.jsonl`.
 
   Raises:
-    ValueError: a line is no JSON; the message names it.
+    ConfigError: a line is no JSON object; the message names it.
   """
-  with open(path, encoding='utf-8') as file:
+  with open(path, 'rb') as file:
     for number, line in enumerate(file, 1):
+      place, remedy = f'{path}:{number}', 'remove that line'
       try:
-        yield json.loads(line)
-      except ValueError as error:
-        raise ValueError(f'{path}:{number}: no JSON: {error}') from error
+        record = json.loads(line)
+      except ValueError as error:  # of the text's encoding, too
+        raise ConfigError(f'{place}: no JSON: {error}; {remedy}') from error
+      require(
+        isinstance(record, dict),
+        f'{place}: {record!r:.40} must be an object; {remedy}',
+      )
+      yield record
 
 
 def _plain(value: Any) -> Any:

@@ -94,12 +94,12 @@ def _candidates(values: ml_collections.ConfigDict) -> tuple[Candidate, ...]:
   An entry is `FIELD=VALUE …` or `NAME: FIELD=VALUE …`.
   """
   found = [Candidate(name='codec', codec=parsing.codec(values.codec))]
-  for entry in parsing.split(values.search.codecs, ';'):
+  for entry in parsing.split('search.codecs', values.search.codecs, ';'):
     name, colon, rest = entry.partition(': ')
     name, fields = (name, rest) if colon and '=' not in name else (entry, entry)
     changed = values.codec.copy_and_resolve_references()
     anchor, code = 1, Code.LINEAR
-    for word in parsing.split(fields, r'\s'):
+    for word in parsing.split('search.codecs', fields, r'\s'):
       field, equals, value = word.partition('=')
       value = value.strip("'")
       if field == 'anchor' and value.isdecimal():

@@ -12,7 +12,17 @@ import pytest
 
 from configs import ablation as configured
 from configs import ablation_tiny
-from experiments import ablation, cell_rows, cells, cli, main, report, results
+from experiments import (
+  ablation,
+  cell_rows,
+  cells,
+  cli,
+  defaults,
+  figures,
+  main,
+  report,
+  results,
+)
 from lynx_jax.config import ConfigError, Order
 from lynx_jax.models import presets
 
@@ -117,11 +127,36 @@ def test_cells_that_measure_the_same_share_a_result():
     ({'axes': 'seed=1', 'shard': '3/2'}, "shard='3/2' must be I/N"),
     ({'axes': 'seed=1', 'heatmaps': 'ttft'}, "heatmaps='ttft' must be of"),
     ({}, "ablation.axes='' must name what is varied"),
+    ({'axes': ';'}, "ablation.axes=';' must name what is varied"),
+    ({'axes': 'codec.k=8|'}, "no text is ''"),
+    ({'axes': "codec.layers='0:1 k=8"}, 'must have another quote'),
+    ({'axes': 'priority=1|0'}, 'config.priority is no axis; vary engine.order'),
+    ({'axes': 'acceptance.draft_tokens=4|8'}, 'vary engine.draft_tokens'),
+    ({'axes': 'seed=1', 'shard': '1/2', 'merge': 'a'}, 'leave one of them out'),
   ],
 )
 def test_a_mistake_is_named(fields, message):
   with pytest.raises(ConfigError, match=message.replace('.', r'\.')):
     _ablation(**fields)
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'cells': 'link.rtt_ms=50; seed=1', 'axes': 'link.rtt_ms=1'},
+    {'axes': 'link.rtt_ms=50; link.rtt_ms=1'},
+    {'cells': 'link.rtt_ms=50 link.rtt_ms=1'},
+  ],
+)
+def test_no_value_of_a_cell_is_lost_to_another_one(fields):
+  with pytest.raises(ConfigError, match=r'link.rtt_ms to 50.0 and 1.0; name'):
+    _ablation(**fields)
+
+
+def test_every_word_for_an_axis_leads_to_fields():
+  known = {*defaults.field_names(defaults.base())}
+  for fields in cells._WORDS.values():
+    assert {*fields.replace(' or ', ',').split(',')} <= known
 
 
 def test_a_mistake_is_told_before_anything_runs(tmp_path, capsys, monkeypatch):
@@ -193,9 +228,19 @@ def test_compared_rows_differ_in_nothing_else():
   assert cell_rows.name(rows[1], usual) == 'int8, rate=2'
 
 
+def test_a_row_without_a_token_of_decode_is_drawn_nowhere():
+  request = results.request_record(
+    request='key/book', prompt='book', scheme='lynx', mode='serial', drafted=0
+  )  # output_tokens=1
+  rows = cell_rows.measured([request], {})
+  for row in rows:
+    row |= {'name': 'base', 'values': {}}
+  assert not figures.draw_rows(rows, ['ttft_provisional_s'])
+
+
 def _argv(workdir, *flags):
-  config = '--config=configs/ablation_tiny.py'
-  return ['main', config, f'--workdir={workdir}', *flags]
+  file = '--config=configs/ablation_tiny.py'
+  return ['main', file, f'--workdir={workdir}', *flags]
 
 
 def _records(workdir):

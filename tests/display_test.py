@@ -180,6 +180,25 @@ def test_the_table_has_medians_and_ratios():
   assert lynx['TTFT committed, s'] == display.UNKNOWN
 
 
+@pytest.mark.parametrize('width', [80, 200])
+def test_a_grid_cuts_no_name(width):
+  file = io.StringIO()
+  screen = display.Screen(console.Console(file=file, width=width))
+  names = [f'lynx, rate_gbps=0.00{i}, k=v=2,2,4, overlapped' for i in (4, 8)]
+  header = ('cell', 'TTFT, s', 'acceptance', 'KL(bf16 ‖ Anchor), nats', 'n')
+  screen.grid(
+    'medians',
+    (*header, 'bits of all', 'equals reference'),
+    [(name, '1.520', '0.875', '0.12500', '1', '16.5', 'yes') for name in names],
+  )
+  shown = file.getvalue()
+  for word in ' '.join(names).split():
+    assert word in shown
+  assert shown.count('yes') == shown.count('0.12500') == 2
+  assert (names[0] in shown) == (width == 200)
+  assert max(map(len, shown.splitlines())) <= width
+
+
 def test_the_table_is_whole_in_80_columns():
   file = io.StringIO()
   schemes = ('bf16', 'int8', 'int4', 'lynx', 'interleaved')

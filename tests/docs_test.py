@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """README and docs hold what is true: numbers, figures, code and names."""
 
+import json
 import pathlib
 import re
+import shlex
 import shutil
 
 import pytest
 
-from experiments import defaults, pages, reference, report, selection
+from experiments import (
+  cells,
+  cli,
+  defaults,
+  options,
+  pages,
+  reference,
+  report,
+  selection,
+)
 from experiments.figures import steps
 
 ROOT = pages.ROOT
@@ -48,6 +59,24 @@ def test_a_number_that_differs_is_told(text, fault, monkeypatch):
   else:
     assert fault in found[0]
     assert found[0].startswith('p:1: ')
+
+
+@pytest.mark.parametrize(
+  'text, fault',
+  [
+    ('<!-- figures latency: a -->\n1.5 s\n', None),
+    ('<!-- generated: studies -->\n\n<!-- end -->\n', None),
+    ('<!-- figures latency a -->\n1.5 s\n', "'<!-- figures'"),
+    ('<!-- figures: a -->\n1.5 s\n', "'<!-- figures'"),
+    ('<!-- generated: studies -->\n', "'<!-- generated'"),
+    (2 * '<!-- generated: studies -->\n' + '<!-- end -->', "'<!-- generated'"),
+    ('<!-- end -->\n', "'<!-- end'"),
+  ],
+)
+def test_a_comment_that_would_do_nothing_is_told(text, fault):
+  found = pages.malformed(text, 'p')
+  assert bool(found) == bool(fault)
+  assert fault is None or fault in found[0]
 
 
 _SUMMARIES = [
@@ -134,6 +163,26 @@ def test_what_a_page_names_exists(page):
   assert not missing
 
 
+CONFIGS = sorted((ROOT / 'configs').glob('*.py'))
+_COMMAND = re.compile(
+  r'-m experiments\.main ((?:[^\n\\`]|\\\n)*--config=(?:[^\n\\`]|\\\n)*)'
+)
+_PLACES = {'RATE': '1.0', 'ADDRESS:PORT': '127.0.0.1:1'}
+
+
+@pytest.mark.parametrize('page', PAGES + CONFIGS, ids=lambda page: page.name)
+def test_commands_of_a_page_are_accepted(page, monkeypatch):
+  """All that is checked before anything runs; files need not be there."""
+  monkeypatch.chdir(ROOT)
+  for command in _COMMAND.findall(page.read_text(encoding='utf-8')):
+    text = command.replace('\\\n', ' ')
+    for place, value in _PLACES.items():
+      text = text.replace(place, value)
+    values, own = cli._parse(['main', *shlex.split(text)])
+    options.read(own)
+    cells.settings(values)
+
+
 def _is_place_for_a_name(text: str) -> bool:
   return re.search(r'[/.][A-Z]{3,}', text) is not None
 
@@ -141,6 +190,67 @@ def _is_place_for_a_name(text: str) -> bool:
 def _makefiles() -> str:
   files = (ROOT / 'Makefile', ROOT / 'experiments' / 'kernels.mk')
   return '\n'.join(file.read_text(encoding='utf-8') for file in files)
+
+
+GENERATIONS = ('v5e', 'v5p', 'v6e', 'tpu7x')
+_COSTS = json.loads((ROOT / 'experiments' / 'kernel_costs.json').read_bytes())
+
+
+def _kernel(generation, kernel, head_dim, query_rows=4):
+  """Returns the record of a kernel at its own best block."""
+  return min(
+    (
+      r
+      for r in _COSTS
+      if (r['generation'], r['kernel'], r['head_dim'], r['query_rows'])
+      == (generation, kernel, head_dim, query_rows)
+    ),
+    key=lambda r: r['cost_cycles'],
+  )
+
+
+def _speedup(generation, kernel, head_dim=128):
+  return _kernel(generation, kernel, head_dim)['speedup_over_bf16_pallas']
+
+
+def _many_rows(generation):
+  few, many = (
+    _kernel(generation, 'attention_anchor_residual', 128, rows)['cost_cycles']
+    for rows in (4, 64)
+  )
+  return many / few
+
+
+@pytest.mark.parametrize(
+  'row, figure',
+  [
+    ('Anchor, head dim 128', lambda g: _speedup(g, 'attention_anchor')),
+    ('Anchor, head dim 256', lambda g: _speedup(g, 'attention_anchor', 256)),
+    (
+      'Anchor + Residual, head dim 128',
+      lambda g: _speedup(g, 'attention_anchor_residual'),
+    ),
+    ('Anchor + Residual, 64 rows over 4 rows, head dim 128', _many_rows),
+  ],
+)
+def test_the_table_of_kernels_is_that_of_the_compiler(row, figure):
+  page = (pages.DOCS / 'kernels.md').read_text(encoding='utf-8')
+  (line,) = re.findall(rf'^\| {re.escape(row)} \|(.*)\|$', page, re.MULTILINE)
+  written = [float(cell) for cell in line.split('|')]
+  assert written == pytest.approx([*map(figure, GENERATIONS)], abs=0.0051)
+
+
+def test_costs_of_kernels_in_readme_are_those_of_the_compiler():
+  text = ' '.join((ROOT / 'README.md').read_text(encoding='utf-8').split())
+  v5e, v5p, v6e = (_speedup(g, 'attention_anchor') for g in GENERATIONS[:3])
+  assert f'{v5e:.1f}' == f'{v6e:.1f}'
+  for words in (
+    f'costs {v5e:.1f} times less than bf16 attention on v5e and v6e ({v5p:.1f} '
+    'on one core of v5p)',
+    f'costs {_many_rows("v5e"):.2f} (v5e) and {_many_rows("v6e"):.2f} (v6e) '
+    'times a read of both planes',
+  ):
+    assert words in text
 
 
 def test_the_index_has_every_page():

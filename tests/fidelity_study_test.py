@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -19,11 +20,13 @@ from experiments import (
   forcing,
   main,
   peer_formulas,
+  questions,
   readings,
   report,
   results,
   serving,
   synthetic,
+  text_metrics,
 )
 from lynx_jax import wire as wire_lib
 from lynx_jax.config import CodecConfig, ConfigError
@@ -347,6 +350,30 @@ def _one_reading(bench, texts):
 def test_a_wrong_value_is_named(fields, message):
   with pytest.raises(ConfigError, match=message):
     _settings(**fields)
+
+
+def test_a_long_message_loses_its_middle_and_keeps_its_template():
+  tokenizer = types.SimpleNamespace(
+    encode=lambda text: [*text.encode()],
+    decode=lambda ids: bytes(ids).decode(),
+    encode_chat=lambda said: [1, *said[0]['content'].encode(), 2],
+    chat_template='any',
+  )
+  bench = types.SimpleNamespace(
+    model=types.SimpleNamespace(tokenizer=tokenizer)
+  )
+  question = questions.Question(
+    name='q',
+    task='q',
+    prompt='abcdefgh',
+    answers=('a',),
+    metric=text_metrics.all_found,
+    most_tokens=1,
+    chat=True,
+  )
+  assert fidelity_study._encoded(bench, question, 6).ids == (1, *b'abgh', 2)
+  with pytest.raises(ConfigError, match='prompt_tokens=3 must be at least 4'):
+    fidelity_study._encoded(bench, question, 3)
 
 
 def test_a_text_that_is_too_short_is_named():

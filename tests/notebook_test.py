@@ -3,6 +3,8 @@
 
 import ast
 import json
+import os
+import pathlib
 import re
 
 import pytest
@@ -43,6 +45,72 @@ def test_it_installs_the_versions_of_the_lock():
   (jax,) = re.findall(r'^jax==(\S+)', lock, re.MULTILINE)
   assert set(re.findall(r'"jax\[\w+\]==([\d.]+)"', CODE[0])) == {jax}
   assert CODE[0].count('--require-hashes') == 2
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+  """Stands in for IPython's shell, in a folder of its own.
+
+  It notes what it is asked to run, and does what `%cd` does and, if the
+  repository is reachable, `git clone`.
+  """
+
+  class Shell:
+    def __init__(self):
+      self.ran, self.reachable = [], True
+
+    def system(self, command):
+      self.ran.append(command)
+      if self.reachable:
+        os.makedirs('lynx_checkout/lynx_jax', exist_ok=True)
+
+    def run_line_magic(self, magic, line):
+      self.ran.append(f'{magic} {line}')
+      if magic == 'cd' and os.path.isdir(folder := line.split()[0]):
+        os.chdir(folder)
+
+  monkeypatch.chdir(tmp_path)
+  return Shell()
+
+
+def _install(shell, repository=''):
+  code = CODE[0].replace("repository = ''", f'repository = {repository!r}')
+  assert repository in code
+  exec(code, {'get_ipython': lambda: shell})
+
+
+def test_in_colab_it_installs_once_fetched_and_may_run_again(
+  shell, tmp_path, monkeypatch
+):
+  monkeypatch.setenv('COLAB_RELEASE_TAG', 'any')
+  with pytest.raises(AssertionError, match='fill in the address'):
+    _install(shell)
+  shell.reachable = False
+  with pytest.raises(AssertionError, match='nowhere could not be fetched'):
+    _install(shell, 'nowhere')
+  shell.reachable = True
+  _install(shell, 'https://host/lynx')
+  here = pathlib.Path.cwd()
+  _install(shell, 'https://host/lynx')
+  assert pathlib.Path.cwd() == here == tmp_path / 'lynx_checkout'
+  monkeypatch.chdir(tmp_path)  # as after a restart
+  _install(shell, 'https://host/lynx')
+  assert pathlib.Path.cwd() == here
+  installs = [word for word in shell.ran if 'requirements.lock' in word]
+  assert len(installs) == 3
+
+
+def test_elsewhere_it_finds_the_root_and_installs_nothing(
+  shell, tmp_path, monkeypatch
+):
+  monkeypatch.delenv('COLAB_RELEASE_TAG', raising=False)
+  (tmp_path / 'lynx_jax').mkdir()
+  (tmp_path / 'experiments').mkdir()
+  monkeypatch.chdir(tmp_path / 'experiments')  # where Jupyter starts
+  for _ in range(2):
+    _install(shell)
+    assert pathlib.Path.cwd() == tmp_path
+  assert not [word for word in shell.ran if 'pip' in word]
 
 
 in_one_worker = pytest.mark.xdist_group('notebook')

@@ -143,6 +143,34 @@ def test_a_process_that_fails_does_not_end_the_run(monkeypatch):
   }
 
 
+@pytest.mark.parametrize(
+  'script, why',
+  [
+    ('exit 0', 'no answer that can be read (FileNotFoundError'),
+    ('echo "{" >"$4"', 'no answer that can be read (JSONDecodeError'),
+    ('echo "{}" >"$4"', 'no answer that can be read (KeyError'),
+    (
+      """echo '{"found": {}}' > "$4" """,
+      'no answer that can be read (TypeError',
+    ),
+    (
+      """echo '{"found": {"a": []}, "not_run": {}, "versions": {}}' > "$4" """,
+      'a answered on 0 of 2 prompts',
+    ),
+    ("printf '\\377 broken' >&2; exit 1", 'exit code 1: \ufffd broken'),
+    ('kill -9 $$', 'exit code -9: it said nothing'),
+  ],
+)
+def test_a_broken_environment_is_told(script, why, tmp_path, monkeypatch):
+  monkeypatch.setattr(caches, 'MODULES', {'tests.peer_process': ('a',)})
+  python = tmp_path / 'python'
+  python.write_text(f'#!/bin/sh\n{script}\n')
+  python.chmod(0o755)
+  found = processes.run(str(python), 'a.gguf', ['a'], PROMPTS)
+  assert not found.found
+  assert why in found.not_run['a']
+
+
 # --- The comparison -----------------------------------------------------------
 
 

@@ -305,6 +305,98 @@ def test_records_without_int8_are_refused():
     plan.compare([])
 
 
+def test_the_scatter_says_what_its_marks_are():
+  compared = [
+    results.compared_record(
+      request=mode,
+      scheme='lynx',
+      mode=mode,
+      link_gbps=0.03,
+      predicted_s=1.0,
+      measured_s=1.1,
+    )
+    for mode in ('serial', 'overlapped')
+  ]
+  (drawn,) = plan.draw(compared)
+  (axes,) = drawn.figure.axes
+  words = {text.get_text() for text in axes.get_legend().get_texts()}
+  assert words == {'within 10 %', 'lynx', 'serial', 'overlapped'}
+  assert axes.get_xlabel().endswith('s (n = 2 requests)')
+
+
+def test_a_map_says_that_it_is_projected():
+  records = [
+    results.request_record(
+      scheme=scheme,
+      mode='serial',
+      model='m',
+      prompt_tokens=8192,
+      link_gbps=10.0,
+      rtt_ms=1.0,
+      ttft_provisional_s=seconds,
+      label='projected',
+      plan={'slice': 'v5e-8', 'in_flight': 1},
+    )
+    for scheme, seconds in (('int8', 3.0), ('lynx', 2.0))
+  ]
+  (drawn,) = plan.draw(records)
+  (foot,) = [text.get_text() for text in drawn.figure.texts]
+  assert foot.startswith('projected · m · 8,192 prompt tokens · 10 Gbit/s')
+  (axes,) = drawn.figure.axes
+  assert [text.get_text() for text in axes.texts] == ['lynx 1.50']
+  assert axes.get_ylabel() == 'prompt tokens'
+
+
+def _without(*names):
+  return lambda records: [r for r in records if r.get('name') not in names]
+
+
+def _changed(**fields):
+  return lambda records: [
+    {**r, **{k: v for k, v in fields.items() if k in r}} for r in records
+  ]
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    (_without('anchor'), 'no requests with their transfers'),
+    (lambda records: records[:1], 'no requests with their transfers'),
+    (_without('verify'), 'no INT8 request with its events'),
+    (_without('prefill', 'split'), 'no INT8 request with its events'),
+    (_changed(scheme='bf16_layers'), 'no requests with their transfers'),
+    (_changed(model='tiny'), "of the model 'tiny'"),
+    (
+      _changed(detail={'config': {'gone': 1}}),
+      r'cannot read: config.gone does not exist',
+    ),
+    (_changed(detail={'config': {'seed': 'x'}}), 'this version cannot read'),
+  ],
+)
+def test_records_that_cannot_be_predicted_are_refused(change, message):
+  values = defaults.base()
+  records = [
+    results.run_record(['main'], json.loads(values.to_json())),
+    *_simulated(SCHEMES[1], Mode.SERIAL),
+  ]
+  assert plan.compare(records)
+  with pytest.raises(ConfigError, match=message):
+    plan.compare(change(records))
+
+
+def test_schemes_that_are_not_predicted_do_not_hinder_the_others():
+  values = defaults.base()
+  values.scheme = 'int8,int8_layers,prefill_continues'
+  records = [
+    results.run_record(['main'], json.loads(values.to_json())),
+    *_simulated(SCHEMES[1], Mode.SERIAL),
+  ]
+  more = [{**records[1], 'scheme': 'int8_layers', 'request': 'other'}]
+  more += [{**more[0], 'scheme': 'prefill_continues'}]
+  (one,) = plan.compare([*records, *more])
+  assert one['scheme'] == 'int8'
+
+
 def test_the_command_writes_a_plan(tmp_path, capsys):
   code = cli.run(
     [
@@ -348,6 +440,7 @@ def test_the_command_writes_a_plan(tmp_path, capsys):
     ('prompt_tokens', '', 'must not be empty'),
     ('spread', 1.5, 'plan.spread'),
     ('records', '/nowhere/results.jsonl', 'nowhere'),
+    ('records', 'README.md', 'README.md:1: no JSON'),
   ],
 )
 def test_a_mistake_is_one_line(field, value, message, tmp_path, capsys):

@@ -100,7 +100,12 @@ def test_ruler(folder):
   'line, message',
   [
     ('{"input": ', 'no JSON'),
-    ('', 'no JSON'),
+    (' ', 'it is blank; remove it'),
+    ('{"context": "a \\ud800", "input": ""}', 'half a character'),
+    (
+      '{"context": "", "input": "", "answers": ["\\ud800"]}',
+      'half a character',
+    ),
     ('\udcff', 'no JSON'),
     ('[1]', 'list must be an object'),
     ('{"input": "q"}', "'context' is missing"),
@@ -158,6 +163,20 @@ def test_an_unknown_task_of_ruler(folder):
     _ruler(folder)
 
 
+@pytest.mark.parametrize(
+  'names',
+  [
+    ('4096/data/vt/validation.jsonl', '8192/data/vt/validation.jsonl'),
+    ('data/vt/validation.jsonl', 'pred/vt.jsonl'),  # as RULER leaves them
+  ],
+)
+def test_lengths_and_predictions_of_ruler_are_not_mixed(folder, names):
+  files = [_write(folder, n, {'input': 'q', 'outputs': ['a']}) for n in names]
+  with pytest.raises(ConfigError, match="'vt' twice") as caught:
+    _ruler(folder)
+  assert all(str(file) in str(caught.value) for file in files)
+
+
 def test_files_that_are_not_there(folder, tmp_path):
   with pytest.raises(ConfigError, match=r'fidelity.longbench=.*data'):
     _longbench(folder)
@@ -183,6 +202,16 @@ def test_broken_settings(folder, text, message):
   _write(folder, 'qasper.jsonl', LINE)
   (folder / 'dataset2prompt.json').write_text(text)
   with pytest.raises(ConfigError, match=f'dataset2prompt.json: .*{message}'):
+    _longbench(folder)
+
+
+@pytest.mark.parametrize(
+  'length, message', [(0, 'qasper=0 must be positive'), (True, 'type int')]
+)
+def test_an_answer_without_tokens(folder, length, message):
+  _write(folder, 'qasper.jsonl', LINE)
+  (folder / 'dataset2maxlen.json').write_text(json.dumps({'qasper': length}))
+  with pytest.raises(ConfigError, match=f'dataset2maxlen.json: .*{message}'):
     _longbench(folder)
 
 

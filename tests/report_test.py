@@ -28,6 +28,7 @@ from experiments import (
   studies,
   summaries,
 )
+from experiments.figures import timeline
 
 ROOT = pathlib.Path(__file__).parents[1]
 PNG = b'\x89PNG\r\n\x1a\n'
@@ -340,6 +341,15 @@ def test_a_repeated_greedy_request_counts_once():
   assert rows[0][4] == str(len(records[0]['rounds']))
 
 
+def test_a_run_of_chunks_ends_where_the_next_is_drawn_over_it():
+  spans = [
+    {'name': 'anchor', 'start_s': a, 'end_s': b, 'detail': {'token_chunk': n}}
+    for n, a, b in ((0, 0.0, 1.0), (0, 0.5, 3.0), (1, 1.0, 3.5))
+  ]
+  runs = timeline._runs(selection.Trace({}, spans), spans, [0, 0, 1], 'anchor')
+  assert [run[:2] for run in runs] == [(0.0, 1.0), (1.0, 3.5)]
+
+
 def test_acceptance_runs_count_full_rounds_only(tmp_path, quick):
   runs = [
     results.acceptance_record(
@@ -589,7 +599,7 @@ def test_a_mistake_is_one_line(flags, message, capsys, tmp_path, monkeypatch):
   'text, message',
   [
     ('', 'no request'),
-    ('[1]\n"x"\n3\n', 'no request'),
+    ('[1]\n"x"\n3\n', ':1: [1] must be an object; remove that line'),
     ('{"kind": "summary", "name": "a", "value": 1}\n', 'no request'),
     ('{"kind": \n{"kind": "request"}\n', ':1: no JSON'),
   ],

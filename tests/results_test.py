@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import results
+from lynx_jax.config import ConfigError
 
 
 def _lines(path):
@@ -105,10 +106,11 @@ def test_a_workdir_that_is_a_file(tmp_path):
     results.Writer(tmp_path / 'file')
 
 
-def test_reading_names_the_bad_line(tmp_path):
+@pytest.mark.parametrize('line', [b'half', b'', b'[1]', b'\xff'])
+def test_reading_names_the_bad_line(line, tmp_path):
   path = tmp_path / results.FILE
-  path.write_text('{}\nhalf\n')
-  with pytest.raises(ValueError, match=r'results\.jsonl:2'):
+  path.write_bytes(b'{}\n' + line + b'\n')
+  with pytest.raises(ConfigError, match=r'results\.jsonl:2: .*; remove that'):
     list(results.read(path))
 
 

@@ -161,8 +161,12 @@ def draw(
   words = f'{len(prompts)} prompts'
   if len(prompts) <= _MOST_PROMPTS:
     words = f'prompts: {", ".join(prompts)}'
+    words += ', a thin line each' if len(prompts) > 1 else ''
   drawing.foot(
-    figure, traces, f'n = rounds, under every mark; {words}', rates=False
+    figure,
+    traces,
+    f'n = rounds, under every mark; whiskers are 90 % intervals; {words}',
+    rates=False,
   )
   fixed = ' Only full rounds of γ drafts.' if runs else ''
   return Drawing(

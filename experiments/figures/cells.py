@@ -32,7 +32,8 @@ def draw_rows(
   rows: Sequence[Row], traces: Sequence[Trace]
 ) -> Iterator[Drawing]:
   """Draws a line a row: first token, its bound, and first commit."""
-  if len(rows) > _ROWS:
+  rows = _timed(rows)
+  if not rows or len(rows) > _ROWS:
     return  # the table has them
   alike: dict[Any, list[float]] = {}
   for row in rows:
@@ -98,7 +99,7 @@ def draw_rates(
   """Draws TTFT over the rate of the link with bounds, a figure a facet."""
   facets: dict[Any, dict[str, list[Row]]] = {}
   usual = cell_rows.usual(rows)
-  for row in rows:
+  for row in _timed(rows):
     key = tuple(row[name] for name in _FACET)
     name = cell_rows.name(row, usual, ('link.rate_gbps', *_OF_FACET))
     facets.setdefault(key, {}).setdefault(name, []).append(row)
@@ -198,7 +199,8 @@ def _draw_rate(
   drawing.foot(
     figure,
     _of_facet(traces, facet),
-    f'n = {drawing.span(counts)} requests a mark',
+    f'n = {drawing.span(counts)} requests a mark, their median; lines are '
+    'bounds',
     rates=False,
   )
   return Drawing(
@@ -472,6 +474,12 @@ def _front(
     if not front or point[1] < front[-1][1]:
       front.append(point)
   return front
+
+
+def _timed(rows: Sequence[Row]) -> list[Row]:
+  """Returns the rows with a token of decode: token 1 may be all there is."""
+  fields = ('ttft_provisional_s', 'bound_ttft_s', 'ttft_committed_s')
+  return [row for row in rows if None not in map(row.get, fields)]
 
 
 def _work(row: Row) -> Any:

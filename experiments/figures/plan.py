@@ -37,7 +37,12 @@ def _scatter(compared: Sequence[Record]) -> Drawing:
     axes = figure.subplots()
     most = 1.1 * max(max(c['predicted_s'], c['measured_s']) for c in compared)
     axes.fill_between(
-      [0, most], [0, 0.9 * most], [0, 1.1 * most], color='#ececec', lw=0
+      [0, most],
+      [0, 0.9 * most],
+      [0, 1.1 * most],
+      color='#dedede',
+      lw=0,
+      label='within 10 %',
     )
     axes.plot([0, most], [0, most], color=drawing.QUIET, lw=0.6)
     for name in names:
@@ -53,12 +58,23 @@ def _scatter(compared: Sequence[Record]) -> Drawing:
           ms=4,
           mec=drawing.shade(style.color),
           mfc=style.color if mode == 'serial' else 'white',
-          label=name if mode == 'serial' else None,
         )
+      axes.plot(
+        [],
+        [],
+        style.marker,
+        ms=4,
+        mec=drawing.shade(style.color),
+        mfc=style.color,
+        label=name,
+      )
+    for mode, face in (('serial', drawing.QUIET), ('overlapped', 'white')):
+      if any(c['mode'] == mode for c in compared):
+        axes.plot([], [], 'h', ms=4, mec=drawing.QUIET, mfc=face, label=mode)
     axes.set(
       xlim=(0, most),
       ylim=(0, most),
-      xlabel='measured time to first token, s',
+      xlabel=f'measured time to first token, s (n = {len(compared)} requests)',
       ylabel='predicted, s',
       aspect='equal',
     )
@@ -134,6 +150,13 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
         axes.set_title(f'{side[0]} on {side[1]}, {many}', loc='left')
     for axes in grid[-1]:
       axes.set_xlabel('rate of the link, Gbit/s')
+    for axes in grid[:, 0]:
+      axes.set_ylabel('prompt tokens')
+    drawing.foot(
+      figure,
+      [*map(selection.Trace, cells)],
+      f'{mode}; the scheme that is advised, and TTFT of INT8 over its own',
+    )
   return Drawing(
     f'advice_{mode}',
     f'Which scheme to send, {mode}',

@@ -52,7 +52,16 @@ def draw(
     grid[0].set_ylim(0, None)
   counts = sorted({len(point.values) for point in everything})
   drawing.foot(
-    figure, traces, f'n = {drawing.span(counts)} requests a mark', rates=False
+    figure,
+    traces,
+    f'n = {drawing.span(counts)} requests a mark, their median; lines are '
+    'bounds'
+    + (
+      ', whiskers 90 % intervals'
+      if max(counts, default=0) >= drawing.INTERVAL_FROM
+      else ''
+    ),
+    rates=False,
   )
   table = tuple(
     (

@@ -137,7 +137,8 @@ def _draw(trace: Trace, pieces: Sequence[str]) -> Drawing:
   drawing.foot(
     figure,
     [trace],
-    f'{trace["scheme"]}, {trace["mode"]}; token 1 is of prefill',
+    f'{trace["scheme"]}, {trace["mode"]}; times are from the end of prefill to '
+    'that of the step; token 1 is of prefill',
   )
   left_out = len(everything) - len(steps)
   return Drawing(

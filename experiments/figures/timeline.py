@@ -6,6 +6,7 @@ It chooses no colour of a scheme and reads no file.
 
 import dataclasses
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -389,25 +390,31 @@ def _runs(
   keys: Sequence[Any],
   phase: str,
 ) -> list[tuple[float, float, str, int]]:
-  """Returns (start, end, label, parity) of neighbours with the same key."""
+  """Returns (start, end, label, parity) of neighbours with the same key.
+
+  A run ends where the next one begins, which is drawn over it.
+  """
   prefilled = {
     (e.get('detail') or {}).get('token_chunk') for e in trace.spans('prefill')
   }
+  groups = [
+    (key, [e for _, e in group])
+    for key, group in itertools.groupby(
+      zip(keys, spans, strict=True), key=lambda pair: pair[0]
+    )
+  ]
+  starts = [events[0]['start_s'] for _, events in groups[1:]]
   found = []
-  for key, group in itertools.groupby(
-    zip(keys, spans, strict=True), key=lambda pair: pair[0]
-  ):
+  for (key, events), next_s in zip(groups, [*starts, math.inf], strict=True):
     if key is None:
       continue
-    events = [e for _, e in group]
     text = str(int(key) + 1)
     if phase in ('residual', 'exact'):
       text = f'layer group {text}'
     elif phase == 'anchor' and key not in prefilled:
       text = 'tail'
-    found.append(
-      (events[0]['start_s'], events[-1]['end_s'], text, int(key) % 2)
-    )
+    end_s = min(events[-1]['end_s'], next_s)
+    found.append((events[0]['start_s'], end_s, text, int(key) % 2))
   return found
 
 

@@ -82,7 +82,16 @@ def draw(
       )
   grid[-1, 0].set_xlabel('time to first token (TTFT), s')
   counts = sorted({len(b.values) for _, bars in panels.values() for b in bars})
-  drawing.foot(figure, traces, f'n = {drawing.span(counts)} requests a bar')
+  drawing.foot(
+    figure,
+    traces,
+    f'n = {drawing.span(counts)} requests a bar, circles; a bar is their median'
+    + (
+      ', whiskers its 90 % interval'
+      if max(counts, default=0) >= drawing.INTERVAL_FROM
+      else ''
+    ),
+  )
   return Drawing(
     'ttft',
     'Time to first token',

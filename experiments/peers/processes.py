@@ -71,6 +71,7 @@ def _run(python: str, module: str, task: exchange.Task) -> exchange.Findings:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors='replace',
         timeout=_LONGEST_S,
       )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -78,4 +79,16 @@ def _run(python: str, module: str, task: exchange.Task) -> exchange.Findings:
     if ended.returncode:
       lines = ended.stderr.strip().splitlines() or ['it said nothing']
       raise _NotRunError(f'exit code {ended.returncode}: {lines[-1]}')
-    return exchange.read(target.read_text('utf-8'))
+    try:
+      findings = exchange.read(target.read_text('utf-8'))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+      raise _NotRunError(
+        f'{python} -m {module} gave no answer that can be read '
+        f'({type(error).__name__}: {error}); remove it and run make peers'
+      ) from error
+  for name, found in findings.found.items():
+    if len(found) != len(task.prompts):
+      raise _NotRunError(
+        f'{name} answered on {len(found)} of {len(task.prompts)} prompts'
+      )
+  return findings
