@@ -320,8 +320,9 @@ def summaries_of(
       )
     )
   for name in _exact(known):
-    kl = values(known, name, 'kl_exact')
+    kl, bits = (values(known, name, figure) for figure in ('kl_exact', 'bits'))
     yield summaries.mean('kl_anchor_exact', kl, 'nats')
+    yield summaries.mean('bits_anchor_exact', bits, 'bits')
 
 
 def values(known: Sequence[Found], name: str, figure: str) -> list[Any]:
