@@ -198,7 +198,7 @@ def _model_config(settings: config.Settings) -> ModelConfig:
     return presets.tiny(dtype=settings.model_dtype)
   if path == 'smollm2':
     path = str(weights.find_packaged_gguf())
-  return weights.read_config(path, dtype=settings.model_dtype)
+  return weights.check(path, dtype=settings.model_dtype)
 
 
 def _meshes(

@@ -37,7 +37,7 @@ def leaves(model):
 def test_a_converted_model_is_the_same(stored):
   path, config, model = stored
   found, restored = weights.load(path)
-  assert found == config
+  assert found == config == weights.check(path)
   expected, got = leaves(model), leaves(restored)
   assert expected.keys() == got.keys()
   for name, value in expected.items():
@@ -74,6 +74,9 @@ def test_all_that_differs_comes_in_one_error(stored, tmp_path):
   problems = caught.value.problems
   assert 'layers.3.q is missing' in problems
   assert 'layers.0.gate is (32, 48), must be (32, 64)' in problems
+  with pytest.raises(errors.WeightsError) as caught:
+    weights.check(path)
+  assert caught.value.problems == problems
   shutil.rmtree(path / 'params')
   with pytest.raises(errors.WeightsError, match='cannot be restored'):
     weights.load(path)

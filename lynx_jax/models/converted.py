@@ -5,10 +5,12 @@ It knows no other format. A directory holds the config (`lynx_model.json`), the
 parameters (`params/`), and the tokenizer's files if the caller puts them there.
 """
 
+import contextlib
 import dataclasses
 import enum
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -65,6 +67,24 @@ def read_config(
   return dataclasses.replace(stored, dtype=dtype)
 
 
+def check(
+  path: str | os.PathLike[str], *, dtype: str = 'float32'
+) -> config_lib.ModelConfig:
+  """Checks all that `load` checks before it reads weights."""
+  root = epath.Path(path)
+  config = read_config(root, dtype=dtype)
+  _, state = nnx.split(transformer.abstract_model(config))
+  flat: Any = nnx.to_flat_state(state)
+  shapes = {
+    _key(parameter): leaf.get_value()
+    for parameter, leaf in flat
+    if not isinstance(leaf, transformer.Constant)
+  }
+  with _reading(root) as checkpointer:
+    _check_shapes(checkpointer, root, shapes)
+  return config
+
+
 def load(
   path: str | os.PathLike[str],
   *,
@@ -92,16 +112,9 @@ def load(
     for parameter, leaf in flat
     if not isinstance(leaf, transformer.Constant)
   }
-  with _checkpointer() as checkpointer:
-    try:
-      _check_shapes(checkpointer, root, wanted)
-      found = checkpointer.restore((root / _PARAMS).resolve(), wanted)
-    except errors.WeightsError:
-      raise
-    except (OSError, ValueError, KeyError) as error:
-      raise errors.WeightsError(
-        root / _PARAMS, [f'cannot be restored: {error}'], _REPAIR
-      ) from error
+  with _reading(root) as checkpointer:
+    _check_shapes(checkpointer, root, wanted)
+    found = checkpointer.restore((root / _PARAMS).resolve(), wanted)
   arrays = {
     parameter: found[_key(parameter)]
     for parameter, _ in flat
@@ -116,6 +129,20 @@ def _checkpointer() -> Any:
   import orbax.checkpoint
 
   return orbax.checkpoint.StandardCheckpointer()
+
+
+@contextlib.contextmanager
+def _reading(root: epath.Path) -> Iterator[Any]:
+  """Yields a checkpointer; what it cannot restore is a `WeightsError`."""
+  with _checkpointer() as checkpointer:
+    try:
+      yield checkpointer
+    except errors.WeightsError:
+      raise
+    except (OSError, ValueError, KeyError) as error:
+      raise errors.WeightsError(
+        root / _PARAMS, [f'cannot be restored: {error}'], _REPAIR
+      ) from error
 
 
 def _check_shapes(
