@@ -120,7 +120,7 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
     with _joined(role, settings) as side, _screen(side) as screen:
       from experiments import preflight
 
-      preflight.run(settings, side, argv, screen)
+      preflight.run(settings, side, argv, screen, own['workdir'].value)
     return 0
   if role is not None and role.role is options.Role.PREFILL:
     return _serve(settings, role, own)
