@@ -21,12 +21,36 @@ from lynx_jax import config as config_lib
 from lynx_jax.models import errors, transformer, weights
 
 _CONFIG, _PARAMS = 'lynx_model.json', 'params'
+_PROBE = '.can_be_written'
 _REPAIR = 'Convert the model again.'
 
 
 def is_converted(path: epath.Path) -> bool:
   """Returns whether `save` has written the directory."""
   return (path / _CONFIG).exists()
+
+
+def make(path: str | os.PathLike[str]) -> epath.Path:
+  """Makes the directory of a model that is to be saved, and returns it.
+
+  Raises:
+    WeightsError: it holds a model already, or cannot be written.
+  """
+  root = epath.Path(path)
+  if is_converted(root) or (root / _PARAMS).exists():
+    raise errors.WeightsError(
+      root, ['holds a model already'], 'Choose another directory.'
+    )
+  try:
+    root.mkdir(parents=True, exist_ok=True)
+    probe = root / _PROBE
+    probe.write_text('', 'utf-8')
+    probe.unlink()
+  except OSError as error:
+    raise errors.WeightsError(
+      root, [f'cannot be written: {error.strerror}'], 'Choose another place.'
+    ) from error
+  return root
 
 
 def save(
@@ -37,14 +61,9 @@ def save(
   """Writes a model to a new directory, local or in a bucket.
 
   Raises:
-    WeightsError: the directory holds a model already.
+    WeightsError: the directory holds a model already, or cannot be written.
   """
-  root = epath.Path(path)
-  if is_converted(root) or (root / _PARAMS).exists():
-    raise errors.WeightsError(
-      root, ['holds a model already'], 'Choose another directory.'
-    )
-  root.mkdir(parents=True, exist_ok=True)
+  root = make(path)
   flat: Any = nnx.to_flat_state(nnx.split(model)[1])
   with _checkpointer() as checkpointer:
     checkpointer.save(
