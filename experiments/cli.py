@@ -13,6 +13,7 @@ import pathlib
 import platform
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -121,7 +122,7 @@ def _run(argv: Sequence[str], study: Study | None) -> int:
     with _joined(role, settings) as side, _screen(side) as screen:
       from experiments import preflight
 
-      preflight.run(settings, side, argv, screen)
+      preflight.run(settings, side, argv, screen, own['workdir'].value)
     return 0
   if role is not None and role.role is options.Role.PREFILL:
     return _serve(settings, role, own)
@@ -229,7 +230,10 @@ def _profile(
   settings: config.Settings,
   side: 'sides.Side | None',
 ) -> str | None:
-  """Returns the folder of the trace that is asked for."""
+  """Returns the folder of the trace that is asked for, and makes it.
+
+  JAX would find out that it cannot be written when the traced request has run.
+  """
   if not own['profile'].value:
     return None
   require(
@@ -237,10 +241,18 @@ def _profile(
     f'--profile: study {settings.study!r} has no trace; leave it out',
   )
   folder = os.path.join(_workdir(own), 'profile')
-  if side is None:
-    return folder
-  number = '' if side.leads else f'-{side.process}'
-  return os.path.join(folder, f'{side.options.role}{number}')
+  if side is not None:
+    number = '' if side.leads else f'-{side.process}'
+    folder = os.path.join(folder, f'{side.options.role}{number}')
+  try:
+    os.makedirs(folder, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+  except OSError as error:
+    raise ConfigError(
+      f'--profile: {folder!r} cannot be written ({error.strerror}); choose '
+      'another --workdir'
+    ) from error
+  return folder
 
 
 def _serve(

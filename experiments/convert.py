@@ -31,6 +31,10 @@ def main(argv: Sequence[str]) -> int:
     '--tokenizer', help="a directory with tokenizer.json; else the model's own"
   )
   own = parser.parse_args(argv[1:])
+  import jax
+
+  # A whole model need not fit one chip, and the host's memory is enough.
+  jax.config.update('jax_platforms', 'cpu')
   try:
     convert(own.source, own.target, own.dtype, own.tokenizer)
   except WeightsError as error:
@@ -49,6 +53,9 @@ def convert(
   from lynx_jax.models import converted, paths, weights
   from lynx_jax.models.tokenizer import Tokenizer
 
+  # First: what cannot be written must not show after minutes of loading, and
+  # another model there keeps its tokenizer.
+  converted.make(target)
   if source == 'smollm2':
     source = str(weights.find_packaged_gguf())
   file = paths.locate(source)

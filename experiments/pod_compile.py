@@ -358,6 +358,12 @@ def main(arguments: list[str] | None = None) -> int:
   )
   chosen = parser.parse_args(arguments)
   words = {w for w in chosen.cells.split(',') if w}
+  known = {str(word) for cell in cells() for word in cell.key}
+  if not words <= known:
+    parser.error(
+      f'--cells: no cell has {", ".join(sorted(words - known))}; there are '
+      f'{", ".join(sorted(known))}'
+    )
   tpu_compiler.write_no_listings()
   records, wrong = load(), []
   for cell in cells():

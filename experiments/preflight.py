@@ -70,6 +70,7 @@ def run(
   side: sides.Side | None,
   argv: Sequence[str],
   screen: display.Screen,
+  workdir: str | None = None,
 ) -> None:
   """Prints the page; `side` is None in a process without a role.
 
@@ -104,7 +105,8 @@ def run(
         add(_memory(settings, model, name, mesh, here))
     except ConfigError as error:
       add(Check('mesh', '', _line(error)))
-  add(_files(settings))
+  add(_text(settings, model))
+  add(_files(workdir))
   add(_port(side))
   _require_passed(checks, side, screen)
   assert model is not None
@@ -194,11 +196,9 @@ def _devices() -> Check:
 
 def _model_config(settings: config.Settings) -> ModelConfig:
   path = settings.model_path
-  if path == 'tiny':
+  if path == serving.TINY:
     return presets.tiny(dtype=settings.model_dtype)
-  if path == 'smollm2':
-    path = str(weights.find_packaged_gguf())
-  return weights.read_config(path, dtype=settings.model_dtype)
+  return weights.check(serving.locate(path), dtype=settings.model_dtype)
 
 
 def _meshes(
@@ -286,23 +286,55 @@ def _limit(mesh: jax.sharding.Mesh, devices: int) -> float:
   return (int(free[1]) << 10) / devices
 
 
-def _files(settings: config.Settings) -> Check:
-  """Reads the prompts, and looks for room for compiled programs."""
+def _text(settings: config.Settings, model: ModelConfig | None) -> Check:
+  """Encodes the prompts, and compares their ids with the model's table."""
+  path, found = settings.model_path, []
   try:
-    for file, _ in settings.prompts:
-      prompts.read(file)
-  except (ConfigError, OSError) as error:
-    return Check('files', '', _line(error))
+    tokenizer: serving.Text = serving.Bytes()
+    if path != serving.TINY:
+      tokenizer = serving.text(serving.locate(path), settings.model_tokenizer)
+    for file, tokens in settings.prompts:
+      ids = tokenizer.encode(prompts.read(file))
+      keeps_end = prompts.KEEPS_END.get(file, False)
+      ids = prompts.cut(ids, tokens, keeps_end=keeps_end)
+      require(
+        model is None or max(ids) < model.vocab,
+        f'prompt {file} has token id {max(ids)}, the model '
+        f'{model and model.vocab} ids: model.tokenizer must name the '
+        "directory of the model's own tokenizer.json",
+      )
+      found.append(len(ids))
+  except (ConfigError, ImportError, OSError, UnicodeError) as error:
+    return Check('text', '', _line(error))
+  return Check('text', f'prompts of {", ".join(map(str, found))} tokens')
+
+
+def _files(workdir: str | None) -> Check:
+  """Looks for a place for records, and for room for compiled programs."""
+  if workdir is not None and not _takes_files(_existing(workdir)):
+    return Check('files', '', f'--workdir={workdir} cannot be written')
   chosen: Any = jax.config  # its options are unknown to the type checker
   place = chosen.jax_compilation_cache_dir
-  if place is None:
-    return Check('files', 'prompts can be read; programs are not kept')
+  if place is None or '://' in place:
+    return Check('files', f'programs are kept in {place or "no place"}')
+  place = _existing(place)
   free, fault = shutil.disk_usage(place).free, None
-  if free < _FREE_BYTES:
+  if free < _FREE_BYTES or not _takes_files(place):
     fault = (
-      f'{_gib(_FREE_BYTES)} are needed; JAX_COMPILATION_CACHE_DIR moves it'
+      f'{_gib(_FREE_BYTES)} to write are needed; JAX_COMPILATION_CACHE_DIR '
+      'moves it'
     )
-  return Check('files', f'prompts can be read; {_gib(free)} free', fault)
+  return Check('files', f'{_gib(free)} free for programs in {place}', fault)
+
+
+def _existing(path: str) -> pathlib.Path:
+  """Returns a path, or the nearest one above it that is there."""
+  whole = pathlib.Path(path).absolute()
+  return next(each for each in (whole, *whole.parents) if each.exists())
+
+
+def _takes_files(path: pathlib.Path) -> bool:
+  return path.is_dir() and os.access(path, os.W_OK)
 
 
 def _port(side: sides.Side | None) -> Check:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
+from etils import epath
 from flax import nnx
 
 from experiments import display, results
@@ -32,6 +33,9 @@ from lynx_jax.transport.scheduler import Scheduler
 # One Residual chunk may be outstanding: the courier has one on the link, and
 # the scheduler always lets one go.
 _RESIDUAL_WINDOW_BYTES = 0
+
+
+TINY = 'tiny'  # as a model's path: random weights
 
 
 class Text(Protocol):
@@ -111,26 +115,34 @@ def load(
     MissingPackageError: the extra `weights` is not installed.
   """
   first, *_ = devices(sides)
-  tokenizer: Text
-  if path == 'tiny':
+  tokenizer: Text = Bytes()
+  if path == TINY:
     rngs = nnx.Rngs(params=0)
-    model, tokenizer = (
-      Transformer(presets.tiny(dtype=dtype), rngs=rngs),
-      Bytes(),
-    )
+    model = Transformer(presets.tiny(dtype=dtype), rngs=rngs)
   else:
-    if path == 'smollm2':
-      path = str(weights.find_packaged_gguf())
-    file = paths.locate(path)
+    file = locate(path)
     # Before the weights, which take longer.
-    words = paths.locate(tokenizer_path) if tokenizer_path else file
-    tokenizer = Tokenizer.read(words)
+    tokenizer = text(file, tokenizer_path)
     count = len(first) if len(sides) > 1 else len(first) // rows
     own = tuple(
       first[start : start + count] for start in range(0, len(first), count)
     )
     _, model = weights.load(file, dtype=dtype, placement=own)
   return on_sides(model, tokenizer, sides, rows)
+
+
+def locate(path: str) -> epath.Path:
+  """Returns where the files of a model other than `tiny` are; see `load`."""
+  if path == 'smollm2':
+    path = str(weights.find_packaged_gguf())
+  return paths.locate(path)
+
+
+def text(file: epath.Path, tokenizer_path: str) -> Text:
+  """Returns a model's tokenizer, or the one of another directory."""
+  return Tokenizer.read(
+    paths.locate(tokenizer_path) if tokenizer_path else file
+  )
 
 
 def devices(sides: tuple[int, ...]) -> tuple[tuple[jax.Device, ...], ...]:

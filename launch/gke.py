@@ -194,7 +194,9 @@ def _decode(launch: Launch) -> dict[str, Any]:
 
 def _flags(launch: Launch) -> list[str]:
   several = SLICES[launch.slice].hosts > 1
-  return [*launch.flags, *(['--distributed'] if several else [])]
+  # Kubernetes replaces $(NAME) in arguments, and reads $$ as $.
+  flags = [flag.replace('$', '$$') for flag in launch.flags]
+  return [*flags, *(['--distributed'] if several else [])]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -213,6 +215,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.error(
       f'--name={values["name"]}: must be at most 46 of a-z, 0-9 and -, and '
       'begin with a letter'
+    )
+  if not 0 < values['port'] < 1 << 16:
+    parser.error(f'--port={values["port"]} must be in 1..65535')
+  if not values['flags'][0].startswith('--config='):
+    parser.error(
+      f'after -- --config=FILE comes first, not {values["flags"][0]!r}; for '
+      'example --config=configs/checkpoint.py'
     )
   launch = Launch(**values | {'flags': tuple(values['flags'])})
   token = 'TOKEN' if dry_run else secrets.token_hex(32)

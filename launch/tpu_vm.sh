@@ -18,6 +18,10 @@
 #   --port=N       of prefill's control channel (7000)
 #   --dry-run      prints the commands, and runs none
 set -euo pipefail
+((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || {
+  echo "error: bash $BASH_VERSION is too old, 4.4 is needed" >&2
+  exit 2
+}
 
 readonly home=lynx-jax  # on the slices, below the user's home
 readonly python=.venv/bin/python
@@ -50,6 +54,8 @@ while [[ ${1-} == --* ]]; do
 done
 [[ $zone && $prefill && $decode ]] ||
   fail '--zone, --prefill and --decode are needed; see --help'
+[[ $port =~ ^[1-9][0-9]{0,4}$ ]] && ((port < 65536)) ||
+  fail "--port=$port must be in 1..65535"
 [[ $prefill != "$decode" ]] || fail '--prefill and --decode must be two slices'
 (($#)) || usage
 step=$1
@@ -133,8 +139,11 @@ serve() {
   [[ ${1-} == --config=* ]] || fail "$step needs --config=FILE first, for example --config=configs/checkpoint.py"
   addresses=$(endpoints "$prefill")
   flags="${*@Q} --token_file=.token --distributed"
-  on "$prefill" "mkdir -p runs && \
-{ nohup $python -m experiments.main $flags --role=prefill \
+  # However this ends, by Ctrl-C too, prefill does not stay.
+  [[ $dry_run ]] || trap end_prefill EXIT
+  # The log of an earlier run says that prefill serves, too.
+  on "$prefill" "mkdir -p runs && rm -f runs/prefill.log runs/prefill.pid && \
+touch runs/prefill.log && { nohup $python -m experiments.main $flags --role=prefill \
 --listen=$addresses --workdir=runs/prefill </dev/null >runs/prefill.log 2>&1 \
 & echo \$! >runs/prefill.pid; } && \
 until grep -q '^prefill serves' runs/prefill.log; do \
@@ -142,8 +151,12 @@ kill -0 \$(cat runs/prefill.pid) || { cat runs/prefill.log; exit 1; }; \
 sleep 1; done; cat runs/prefill.log"
   on "$decode" "$python -m experiments.main $flags --role=decode \
 --connect=$addresses --workdir=runs/decode" || status=$?
-  on "$prefill" "kill -TERM \$(cat runs/prefill.pid) || true"
+  [[ ! $dry_run ]] || end_prefill
   return "$status"
+}
+
+end_prefill() {
+  on "$prefill" "[ ! -f runs/prefill.pid ] || kill -TERM \$(cat runs/prefill.pid) || true"
 }
 
 fetch() {

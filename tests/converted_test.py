@@ -37,7 +37,7 @@ def leaves(model):
 def test_a_converted_model_is_the_same(stored):
   path, config, model = stored
   found, restored = weights.load(path)
-  assert found == config
+  assert found == config == weights.check(path)
   expected, got = leaves(model), leaves(restored)
   assert expected.keys() == got.keys()
   for name, value in expected.items():
@@ -74,12 +74,24 @@ def test_all_that_differs_comes_in_one_error(stored, tmp_path):
   problems = caught.value.problems
   assert 'layers.3.q is missing' in problems
   assert 'layers.0.gate is (32, 48), must be (32, 64)' in problems
+  with pytest.raises(errors.WeightsError) as caught:
+    weights.check(path)
+  assert caught.value.problems == problems
   shutil.rmtree(path / 'params')
   with pytest.raises(errors.WeightsError, match='cannot be restored'):
     weights.load(path)
   file.write_text('{"name": "x"}', 'utf-8')
   with pytest.raises(errors.WeightsError, match='makes no sense'):
     weights.load(path)
+
+
+def changed_tokenizer(folder):
+  """Returns the folder of a tokenizer with other bytes and the same ids."""
+  path = pathlib.Path(shutil.copytree(GOLDENS / 'tiny_llama', folder / 'words'))
+  values = json.loads((path / 'tokenizer.json').read_text('utf-8'))
+  values['added_tokens'][0]['lstrip'] = True
+  (path / 'tokenizer.json').write_text(json.dumps(values), 'utf-8')
+  return path
 
 
 def test_the_command_converts_model_and_tokenizer(tmp_path, capsys):
@@ -93,7 +105,17 @@ def test_the_command_converts_model_and_tokenizer(tmp_path, capsys):
   expected, got = (leaves(weights.load(p)[1]) for p in (source, target))
   jax.tree.map(np.testing.assert_array_equal, expected, got)
 
-  assert convert.main(arguments) == 2
-  assert 'holds a model already' in capsys.readouterr().err
-  assert convert.main(['convert', 'no/where/at-all', target]) == 2
+  # The model that is there keeps its own tokenizer, and nothing is loaded.
+  words = pathlib.Path(target) / 'tokenizer.json'
+  before = words.read_bytes()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(weights, 'load', None)
+    for more in ([], [f'--tokenizer={changed_tokenizer(tmp_path)}']):
+      assert convert.main([*arguments, *more]) == 2
+      assert 'holds a model already' in capsys.readouterr().err
+    assert words.read_bytes() == before
+    assert convert.main(['convert', source, '/dev/null/own']) == 2
+    assert 'null/own: cannot be written: Not a dir' in capsys.readouterr().err
+  other = str(tmp_path / 'other')
+  assert convert.main(['convert', 'no/where/at-all', other]) == 2
   assert capsys.readouterr().err.startswith('error: no/where/at-all')

@@ -17,9 +17,9 @@ import pytest
 from flax import nnx
 
 from lynx_jax import kv_cache
-from lynx_jax.config import CodecConfig, EngineConfig, TensorCodec
+from lynx_jax.config import CodecConfig, EngineConfig, LocalLayers, TensorCodec
 from lynx_jax.engine import Engine, Request
-from lynx_jax.models import cached, transformer, weights
+from lynx_jax.models import cached, errors, transformer, weights
 from lynx_jax.prefill import Prefill
 from lynx_jax.transport.courier import Courier
 from lynx_jax.transport.links import DeviceLink
@@ -104,6 +104,69 @@ def test_hub_spelling_of_transformers_4_gives_the_same_config(tmp_path):
   (path / 'config.json').write_text(json.dumps(whole), 'utf-8')
   config, _ = weights.load(path)
   assert config == expected
+
+
+@pytest.mark.parametrize(
+  'name, changes, found',
+  [
+    ('gemma3_text', {'hidden_activation': None}, {}),
+    ('gemma3_text', {'tie_word_embeddings': None}, {}),
+    (
+      'qwen2_window',
+      {'sliding_window': 'LEFT OUT', 'layer_types': None},
+      {'local': LocalLayers(window=4096, layers=(1, 2))},
+    ),
+    (
+      'qwen2_window',
+      {'max_window_layers': 0, 'layer_types': None},
+      {'local': LocalLayers(window=8, layers=(0, 1, 2))},
+    ),
+    # A window of null is a value: there is none.
+    (
+      'qwen2_window',
+      {'sliding_window': None, 'layer_types': None},
+      {'local': None},
+    ),
+    ('mistral', {'sliding_window': None}, {'local': None}),
+  ],
+)
+def test_what_is_null_or_left_out_is_the_default_of_its_family(
+  name, changes, found, tmp_path
+):
+  expected = weights.check(families.write(name, tmp_path / name))
+  file = tmp_path / name / 'config.json'
+  values = {
+    key: value
+    for key, value in (families.config(name) | changes).items()
+    if value != 'LEFT OUT'
+  }
+  file.write_text(json.dumps(values), 'utf-8')
+  config = weights.check(tmp_path / name)
+  assert config == dataclasses.replace(expected, **found)
+
+
+@pytest.mark.parametrize(
+  'name, changes, message',
+  [
+    ('gemma3_text', {'sliding_window_pattern': 'x'}, "pattern='x' must be"),
+    ('gemma3_text', {'sliding_window_pattern': -2}, 'pattern=-2 must be'),
+    ('gemma3_text', {'sliding_window_pattern': 0}, 'pattern=0 must be'),
+    (
+      'gemma3_text',
+      {'rope_parameters': None, 'rope_local_base_freq': 'x'},
+      "rope_theta='x' must be a positive number",
+    ),
+    ('qwen2_window', {'use_sliding_window': 'no'}, "'no' must be true or"),
+    ('qwen2_window', {'max_window_layers': -1}, 'must be an integer, 0 or'),
+  ],
+)
+def test_a_value_that_makes_no_sense_is_one_error(
+  name, changes, message, tmp_path
+):
+  changes = {'layer_types': None} | changes
+  path = families.write(name, tmp_path / name, **changes)
+  with pytest.raises(errors.WeightsError, match=message):
+    weights.check(path)
 
 
 @pytest.mark.parametrize('architecture', families.GGUFS)

@@ -129,6 +129,48 @@ def test_every_host_of_a_slice_is_a_process_of_its_side(tmp_path):
   assert [one.connect for one in decodes] == addresses
 
 
+@pytest.mark.parametrize('fails', ['start', 'decode'])
+def test_prefill_ends_however_the_run_does(tmp_path, fails):
+  """A remote command that fails, or a log of an earlier run, leaves none."""
+  log, gcloud = tmp_path / 'log', tmp_path / 'gcloud'
+  word = {'start': '*nohup*', 'decode': '*role=decode*'}[fails]
+  gcloud.write_text(
+    '#!/bin/bash\n'
+    f'printf "%s\\0" "$*" >> {shlex.quote(str(log))}\n'
+    f'[[ $4 != describe ]] || echo 10.0.0.1; [[ $* != {word} ]]\n'
+  )
+  gcloud.chmod(0o755)
+  done = subprocess.run(
+    [SCRIPT, *SLICES, 'run', *FLAGS],
+    check=False,
+    env={'PATH': f'{tmp_path}:/usr/bin:/bin'},
+  )
+  assert done.returncode == 1
+  calls = log.read_text().split('\0')[:-1]
+  assert 'kill -TERM' in calls[-1]
+  assert sum('kill -TERM' in call for call in calls) == 1
+
+
+def test_the_log_of_an_earlier_run_is_not_this_one_serving(tmp_path):
+  start, *_ = printed('run', *FLAGS)
+  home = tmp_path / 'lynx-jax'
+  (home / 'runs').mkdir(parents=True)
+  (home / 'runs' / 'prefill.log').write_text('prefill serves 10.0.0.1:7000\n')
+  python = home / '.venv' / 'bin' / 'python'
+  python.parent.mkdir(parents=True)
+  python.write_text('#!/bin/sh\nsleep 0.2; echo the port is taken; exit 1\n')
+  python.chmod(0o755)
+  done = subprocess.run(
+    ['bash', '-c', remote(start)],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 1
+  assert 'the port is taken' in done.stdout
+
+
 @pytest.mark.parametrize(
   'accelerator, version',
   [
@@ -175,6 +217,8 @@ def test_setup_installs_the_pinned_jax_on_both_slices():
     ([*SLICES, '--dry-run', 'create', 'v4-8'], 'create v4-8: must be'),
     ([*SLICES, '--dry', 'run'], '--dry is no option'),
     ([*SLICES, 'start'], 'start is no step'),
+    ([*SLICES, '--port=70x', 'run'], '--port=70x must be in 1..65535'),
+    ([*SLICES, '--port=70000', 'run'], '--port=70000 must be in'),
     ([*SLICES, '--decode=one', 'run'], 'must be two slices'),
   ],
 )
@@ -266,6 +310,35 @@ def test_a_job_has_a_pod_for_every_host(capsys, name):
     assert name == f'lynx-prefill-0-{pod}.lynx:7000'
 
 
+@pytest.mark.parametrize(
+  'more, message',
+  [
+    (['--port=70000', '--', '--config=x'], '--port=70000 must be in 1..65535'),
+    (['--', '--workdir=x'], "comes first, not '--workdir=x'"),
+  ],
+)
+def test_a_mistake_in_flags_of_a_jobset(capsys, more, message):
+  with pytest.raises(SystemExit) as ended:
+    gke.main(['--name=n', '--slice=v6e-8', '--image=i', *more])
+  assert ended.value.code == 2
+  assert message in capsys.readouterr().err
+
+
+def test_kubernetes_replaces_nothing_in_what_a_user_writes():
+  """It reads $$ as $, and puts variables in."""
+  flags = ('--config=c', '--config.prompt_file=$(POD_IP)/$$a b')
+  launch = gke.Launch(
+    name='n', slice='v6e-8', image='i', port=1, claim=None, flags=flags
+  )
+  (container,) = gke.manifest(launch)['spec']['replicatedJobs'][0]['template'][
+    'spec'
+  ]['template']['spec']['containers']
+  _, written, *own = container['args']
+  assert written.replace('$$', '$') == flags[1]
+  assert '$(' not in written.replace('$$', '')
+  assert '--listen=$(POD_IP):1' in own
+
+
 def test_records_go_to_a_claim(capsys):
   prefill, decode = rendered(capsys, '--claim=mine')['spec']['replicatedJobs']
   kept = {'name': 'runs', 'persistentVolumeClaim': {'claimName': 'mine'}}
@@ -278,7 +351,13 @@ def test_records_go_to_a_claim(capsys):
 
 @pytest.mark.parametrize('name', ['Lynx', '1x', 'a' * 47, 'x-'])
 def test_a_name_that_dns_refuses(capsys, name):
-  arguments = [f'--name={name}', '--slice=v6e-8', '--image=i', '--', 'x']
+  arguments = [
+    f'--name={name}',
+    '--slice=v6e-8',
+    '--image=i',
+    '--',
+    '--config=x',
+  ]
   with pytest.raises(SystemExit) as ended:
     gke.main(arguments)
   assert ended.value.code == 2

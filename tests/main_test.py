@@ -135,6 +135,14 @@ def test_an_unwritable_workdir(tmp_path, capsys):
   assert 'Not a directory; choose another --workdir' in error
 
 
+def test_an_unwritable_folder_for_a_trace_shows_first(tmp_path, capsys):
+  (tmp_path / 'profile').write_text('not a folder')
+  assert _main(tmp_path, '--profile') == 2
+  said = capsys.readouterr()
+  assert said.out == ''
+  assert said.err.startswith(f"error: --profile: '{tmp_path}/profile' cannot")
+
+
 def test_a_full_disk(tmp_path, capsys):
   (tmp_path / results.FILE).symlink_to('/dev/full')
   assert _main(tmp_path) == 2

@@ -31,8 +31,8 @@ def test_a_hub_id_is_fetched_and_loaded(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   asked = []
 
-  def snapshot_download(name, allow_patterns):
-    asked.append((name, allow_patterns))
+  def snapshot_download(name, **patterns):
+    asked.append((name, patterns))
     return str(families.write('smollm2', tmp_path / 'snapshot'))
 
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot_download)
@@ -40,13 +40,18 @@ def test_a_hub_id_is_fetched_and_loaded(tmp_path, monkeypatch):
   assert config.layers == 3
   ((name, patterns),) = asked
   assert name == 'org/smollm2'
-  assert '*.safetensors' in patterns
+  stored = ['config.json', 'model-00001-of-00002.safetensors']
+  others = ['consolidated.safetensors', 'original/params.json', 'README.md']
+  fetched = huggingface_hub.utils.filter_repo_objects(
+    stored + others, **patterns
+  )
+  assert [*fetched] == stored
 
 
 def test_without_a_network_the_error_says_so(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
 
-  def snapshot_download(name, allow_patterns):
+  def snapshot_download(name, **patterns):
     raise OSError('Temporary failure in name resolution\nand a long story')
 
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot_download)

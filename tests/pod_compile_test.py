@@ -39,6 +39,14 @@ def test_docs_show_what_fits(checked_in):
   assert pod_compile.table([*checked_in.values()]) in DOCS.read_text('utf-8')
 
 
+def test_words_that_pick_no_cell_are_refused(capsys, monkeypatch):
+  monkeypatch.setattr(pod_compile, 'measure', None)
+  with pytest.raises(SystemExit) as ended:
+    pod_compile.main(['--cells=Qwen3-8B,v5e8'])
+  assert ended.value.code == 2
+  assert 'no cell has v5e8; there are ' in capsys.readouterr().err
+
+
 @pytest.mark.xdist_group('libtpu')
 def test_a_cell_compiles_as_its_record_says(checked_in):
   cell = pod_compile.Cell(

@@ -53,13 +53,14 @@ def test_a_run_that_would_work(capsys):
       'mesh',
       'memory of prefill',
       'memory of decode',
+      'text',
       'files',
       'port',
       'transfer',
     ],
     'ok',
   )
-  assert text.endswith('all 9 checks passed\n')
+  assert text.endswith('all 10 checks passed\n')
 
 
 def _taken() -> socket.socket:
@@ -76,7 +77,13 @@ def _taken() -> socket.socket:
     (['--config.decode_mesh=8'], 'mesh', '1 + 8 devices'),
     (['--config.engine.slots=9999999'], 'memory of decode', 'engine.slots'),
     (['--config.model.path=/no/such'], 'model', '/no/such'),
-    (['--config.prompt_file=/no/such'], 'files', 'No such file'),
+    (['--config.prompt_file=/no/such'], 'text', 'No such file'),
+    (['--workdir=/dev/null/no'], 'files', '/dev/null/no cannot be written'),
+    (
+      ['--config.model.path=tests/goldens/tiny_llama'],
+      'text',
+      'the model 120 ids: model.tokenizer must name',
+    ),
     (['--role=decode', '--connect=127.0.0.1:1'], 'port', 'start --role'),
     (['--role=prefill', '--listen=127.0.0.1:TAKEN'], 'port', 'that is free'),
   ],

@@ -50,6 +50,17 @@ def edit_tensors(path: pathlib.Path, edit):
   safetensors.numpy.save_file(tensors, file)
 
 
+def checkpoint_of(form: str, folder, lacks: str | None = None) -> pathlib.Path:
+  """Writes the checkpoint in a form, without a part of layer 1."""
+  if form == 'gguf':
+    name = f'blk.1.ffn_{lacks}.weight'
+    return write_gguf(folder / 'model.gguf', edit=lambda t: t.pop(name, None))
+  path = pathlib.Path(shutil.copytree(SINGLE, folder / f'lacks_{lacks}'))
+  name = f'model.layers.1.mlp.{lacks}_proj.weight'
+  edit_tensors(path, lambda tensors: tensors.pop(name, None))
+  return path
+
+
 def parameters(model) -> dict:
   return {
     path: np.asarray(leaf.get_value())
@@ -340,6 +351,26 @@ def test_values_that_are_not_finite_are_refused(checkpoint):
     ({'model_type': 'gemma3'}, 'num_hidden_layers=None must be'),
     ({'rope_parameters': 7}, 'must be a dict'),
     ({'quantization_config': {'bits': 4}}, 'quantization_config='),
+    ({'rope_parameters': {'factor': 4.0}}, 'factor=4.0 needs a rope_type'),
+    (
+      {'rope_scaling': {'type': 'linear', 'factor': 2.0}},
+      'rope_parameters=.* and rope_scaling=.* differ: leave out one',
+    ),
+    ({'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5 is not'),
+    ({'tie_word_embeddings': 'true'}, "embeddings='true' must be true or"),
+    ({'rms_norm_eps': float('inf')}, 'rms_norm_eps=inf must be'),
+    ({'rms_norm_eps': 1e300}, r'rms_norm_eps=1e\+300 must be'),
+    ({'layer_types': [['x']] * 3}, 'layer_types=.* is not supported'),
+    ({'residual_multiplier': 0.2}, 'residual_multiplier=0.2 is not supp'),
+    ({'num_local_experts': 8}, 'num_local_experts=8 is not supported'),
+    (
+      {
+        'layer_types': ['sliding_attention'] * 3,
+        'sliding_window': 8,
+        'use_sliding_window': False,
+      },
+      'layer_types has sliding_attention, use_sliding_window is false',
+    ),
     ({'head_dim': 8}, r'q_proj.weight is \(64, 48\), must be \(32, 48\)'),
     ({'num_hidden_layers': 4}, r'layers\.3\.mlp\.up_proj\.weight is missing'),
   ],
@@ -529,12 +560,51 @@ def test_divisors_of_rope_become_the_rule_behind_them(tmp_path):
     ({'metadata': {'block_count': 2**31}}, '2147483648 layers are announced'),
     ({'metadata': {'block_count': 2}}, r'blk.2.attn_q.weight \(64, 48\) is n'),
     ({'metadata': {'rope.dimension_count': 8}}, 'dimension_count=8 is not'),
+    ({'metadata': {'logit_scale': 0.5}}, 'logit_scale=0.5 is not supported'),
+    ({'metadata': {'attention.causal': 0}}, 'causal=0 is not supported'),
+    (
+      {'edit': lambda t: t.update({'rope_freqs.weight': np.ones(0, 'f4')})},
+      r'rope_freqs.weight \(0,\) does not hold whole F32 blocks',
+    ),
+    (
+      {
+        'edit': lambda t: t.update(
+          {f'blk.{i}.ffn_norm.weight': np.ones(48, 'f8') for i in (0, 2)}
+        )
+      },
+      r'blk.0.ffn_norm.weight is stored as F64(.|\n)*blk.2.ffn_norm.weight',
+    ),
   ],
 )
 def test_ggufs_of_other_models_are_refused(tmp_path, options, message):
   path = write_gguf(tmp_path / 'model.gguf', **options)
   with pytest.raises(errors.WeightsError, match=message):
     weights.load(path)
+
+
+def test_a_part_of_a_gguf_says_how_to_merge_it(tmp_path):
+  path = tmp_path / 'model-00001-of-00002.gguf'
+  writer = gguf.GGUFWriter(path, arch='llama')
+  writer.add_uint16('split.count', 2)
+  writer.add_tensor('output_norm.weight', np.ones(48, np.float32))
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  with pytest.raises(errors.WeightsError, match='gguf-split --merge') as caught:
+    weights.load(path)
+  assert 'split.count=2: this is one of several files' in str(caught.value)
+
+
+@pytest.mark.parametrize('form', ['directory', 'gguf'])
+def test_a_check_finds_what_loading_would_without_reading(form, tmp_path):
+  path = checkpoint_of(form, tmp_path)
+  assert weights.check(path, dtype='bfloat16').dtype == 'bfloat16'
+  with pytest.raises(errors.WeightsError) as caught:
+    weights.check(checkpoint_of(form, tmp_path, lacks='up'))
+  assert len(caught.value.problems) == 1
+  assert 'up' in caught.value.problems[0]
+  assert caught.value.problems[0].endswith('is missing')
 
 
 # What a block of each K-quant needs to be finite: where its float16 scales lie.

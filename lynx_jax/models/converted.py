@@ -5,10 +5,12 @@ It knows no other format. A directory holds the config (`lynx_model.json`), the
 parameters (`params/`), and the tokenizer's files if the caller puts them there.
 """
 
+import contextlib
 import dataclasses
 import enum
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,12 +21,36 @@ from lynx_jax import config as config_lib
 from lynx_jax.models import errors, transformer, weights
 
 _CONFIG, _PARAMS = 'lynx_model.json', 'params'
+_PROBE = '.can_be_written'
 _REPAIR = 'Convert the model again.'
 
 
 def is_converted(path: epath.Path) -> bool:
   """Returns whether `save` has written the directory."""
   return (path / _CONFIG).exists()
+
+
+def make(path: str | os.PathLike[str]) -> epath.Path:
+  """Makes the directory of a model that is to be saved, and returns it.
+
+  Raises:
+    WeightsError: it holds a model already, or cannot be written.
+  """
+  root = epath.Path(path)
+  if is_converted(root) or (root / _PARAMS).exists():
+    raise errors.WeightsError(
+      root, ['holds a model already'], 'Choose another directory.'
+    )
+  try:
+    root.mkdir(parents=True, exist_ok=True)
+    probe = root / _PROBE
+    probe.write_text('', 'utf-8')
+    probe.unlink()
+  except OSError as error:
+    raise errors.WeightsError(
+      root, [f'cannot be written: {error.strerror}'], 'Choose another place.'
+    ) from error
+  return root
 
 
 def save(
@@ -35,14 +61,9 @@ def save(
   """Writes a model to a new directory, local or in a bucket.
 
   Raises:
-    WeightsError: the directory holds a model already.
+    WeightsError: the directory holds a model already, or cannot be written.
   """
-  root = epath.Path(path)
-  if is_converted(root) or (root / _PARAMS).exists():
-    raise errors.WeightsError(
-      root, ['holds a model already'], 'Choose another directory.'
-    )
-  root.mkdir(parents=True, exist_ok=True)
+  root = make(path)
   flat: Any = nnx.to_flat_state(nnx.split(model)[1])
   with _checkpointer() as checkpointer:
     checkpointer.save(
@@ -63,6 +84,24 @@ def read_config(
   """Returns the dimensions of a converted model."""
   stored = _from_json(epath.Path(path) / _CONFIG)
   return dataclasses.replace(stored, dtype=dtype)
+
+
+def check(
+  path: str | os.PathLike[str], *, dtype: str = 'float32'
+) -> config_lib.ModelConfig:
+  """Checks all that `load` checks before it reads weights."""
+  root = epath.Path(path)
+  config = read_config(root, dtype=dtype)
+  _, state = nnx.split(transformer.abstract_model(config))
+  flat: Any = nnx.to_flat_state(state)
+  shapes = {
+    _key(parameter): leaf.get_value()
+    for parameter, leaf in flat
+    if not isinstance(leaf, transformer.Constant)
+  }
+  with _reading(root) as checkpointer:
+    _check_shapes(checkpointer, root, shapes)
+  return config
 
 
 def load(
@@ -92,16 +131,9 @@ def load(
     for parameter, leaf in flat
     if not isinstance(leaf, transformer.Constant)
   }
-  with _checkpointer() as checkpointer:
-    try:
-      _check_shapes(checkpointer, root, wanted)
-      found = checkpointer.restore((root / _PARAMS).resolve(), wanted)
-    except errors.WeightsError:
-      raise
-    except (OSError, ValueError, KeyError) as error:
-      raise errors.WeightsError(
-        root / _PARAMS, [f'cannot be restored: {error}'], _REPAIR
-      ) from error
+  with _reading(root) as checkpointer:
+    _check_shapes(checkpointer, root, wanted)
+    found = checkpointer.restore((root / _PARAMS).resolve(), wanted)
   arrays = {
     parameter: found[_key(parameter)]
     for parameter, _ in flat
@@ -116,6 +148,20 @@ def _checkpointer() -> Any:
   import orbax.checkpoint
 
   return orbax.checkpoint.StandardCheckpointer()
+
+
+@contextlib.contextmanager
+def _reading(root: epath.Path) -> Iterator[Any]:
+  """Yields a checkpointer; what it cannot restore is a `WeightsError`."""
+  with _checkpointer() as checkpointer:
+    try:
+      yield checkpointer
+    except errors.WeightsError:
+      raise
+    except (OSError, ValueError, KeyError) as error:
+      raise errors.WeightsError(
+        root / _PARAMS, [f'cannot be restored: {error}'], _REPAIR
+      ) from error
 
 
 def _check_shapes(

@@ -55,8 +55,9 @@ class _Family:
 
   Attributes:
     values: of `ModelConfig`.
-    defaults: of the fields of `config.json` that published ones leave out.
-    is_local: (layer, config.json) → whether it has a sliding window, where
+    defaults: of the fields of `config.json` that published ones leave out, or
+      have as null.
+    local: fields → layer → whether that has a sliding window, where
       `layer_types` does not say; None has none.
     is_gemma: embeddings scaled by sqrt(D), norms of 1 + w, logits scaled by
       `query_pre_attn_scalar`.
@@ -64,16 +65,28 @@ class _Family:
 
   values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  is_local: Callable[[int, Raw], bool] | None = None
+  local: Callable[['Fields'], Callable[[int], bool]] | None = None
   is_gemma: bool = False
 
 
-def _qwen_is_local(layer: int, raw: Raw) -> bool:
-  if not raw.get('use_sliding_window'):
-    return False
-  return layer >= raw.get('max_window_layers', 28)
+def _qwen_local(fields: 'Fields') -> Callable[[int], bool]:
+  if not fields.boolean('use_sliding_window'):
+    return lambda layer: False
+  first = fields.integer('max_window_layers', least=0)
+  return lambda layer: layer >= first
 
 
+def _gemma3_local(fields: 'Fields') -> Callable[[int], bool]:
+  period = fields.integer('_sliding_window_pattern', 6)
+  period = fields.integer('sliding_window_pattern', period) or 1
+  return lambda layer: (layer + 1) % period != 0
+
+
+_QWEN_DEFAULTS = {
+  'use_sliding_window': False,
+  'sliding_window': 4096,
+  'max_window_layers': 28,
+}
 _GEMMA_DEFAULTS = {
   'num_attention_heads': 8,
   'num_key_value_heads': 4,
@@ -93,7 +106,7 @@ _GEMMA2 = _Family(
     'attn_logit_softcapping': 50.0,
     'final_logit_softcapping': 30.0,
   },
-  is_local=lambda layer, raw: layer % 2 == 0,
+  local=lambda fields: lambda layer: layer % 2 == 0,
   is_gemma=True,
 )
 _GEMMA3 = _Family(
@@ -105,27 +118,22 @@ _GEMMA3 = _Family(
     'rope_theta': 1_000_000.0,
     'rope_local_base_freq': 10_000.0,
   },
-  is_local=lambda layer, raw: (
-    (layer + 1)
-    % (
-      raw.get('sliding_window_pattern')
-      or raw.get('_sliding_window_pattern')
-      or 6
-    )
-    != 0
-  ),
+  local=_gemma3_local,
   is_gemma=True,
 )
 _HF_FAMILIES = {
   'llama': _Family(),
   'mistral': _Family(
-    defaults={'sliding_window': 4096}, is_local=lambda layer, raw: True
+    defaults={'sliding_window': 4096},
+    local=lambda fields: lambda layer: True,
   ),
-  'qwen2': _Family(values={'qkv_bias': True}, is_local=_qwen_is_local),
+  'qwen2': _Family(
+    values={'qkv_bias': True}, defaults=_QWEN_DEFAULTS, local=_qwen_local
+  ),
   'qwen3': _Family(
     values={'qk_norm': True},
-    defaults={'head_dim': 128},
-    is_local=_qwen_is_local,
+    defaults=_QWEN_DEFAULTS | {'head_dim': 128},
+    local=_qwen_local,
   ),
   'gemma2': _GEMMA2,
   'gemma3_text': _GEMMA3,
@@ -146,6 +154,47 @@ SUPPORTED = (
   f'{", ".join(_GGUF_FAMILIES)} as GGUF, without experts, quantised '
   'safetensors or RoPE scaling other than linear and llama3.'
 )
+
+# Fields of config.json in which null is a value: there is none.
+_NULLABLE = (
+  'sliding_window',
+  'attn_logit_softcapping',
+  'final_logit_softcapping',
+)
+# What changes the output and no value of `ModelConfig` can express: the name,
+# and what is as good as leaving it out.
+_HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  'attention_bias': (False,),
+  'mlp_bias': (False,),
+  'use_bidirectional_attention': (False,),
+  'partial_rotary_factor': (1,),
+  'quantization_config': (),
+  # Of relatives of Llama; a config may have been renamed.
+  'attention_multiplier': (),
+  'embedding_multiplier': (1,),
+  'residual_multiplier': (1,),
+  'logits_scaling': (1,),
+  'logit_scale': (1,),
+  'clip_qkv': (),
+  'use_qk_norm': (False,),
+  'no_rope_layers': ([],),
+  'num_experts': (0,),
+  'num_local_experts': (0,),
+}
+# The same of a GGUF, after `ARCHITECTURE.`.
+_GGUF_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  'attn_logit_softcapping': (),
+  'attention.causal': (True,),
+  'attention.clamp_kqv': (0,),
+  'attention.max_alibi_bias': (0,),
+  'attention.scale': (0,),
+  'embedding_scale': (0, 1),
+  'expert_count': (0,),
+  'logit_scale': (0, 1),
+  'residual_scale': (0, 1),
+  'rope.scaling.attn_factor': (1,),
+  'use_parallel_residual': (False,),
+}
 
 _ACTIVATIONS = {
   'silu': Activation.SILU,
@@ -236,7 +285,11 @@ def of_directory(path: epath.Path, dtype: str) -> Stored:
   text = whole.get('text_config', {}) if kind == 'gemma3' else whole
   if not isinstance(text, dict):
     raise errors.WeightsError(source, ['text_config is no object'], REPAIR)
-  raw = dict(family.defaults) | text
+  raw = dict(family.defaults) | {
+    name: value
+    for name, value in text.items()
+    if value is not None or name in _NULLABLE
+  }
   fields = Fields(raw, lambda name: name)
   heads = fields.integer('num_attention_heads')
   model_dim = fields.integer('hidden_size')
@@ -253,7 +306,7 @@ def of_directory(path: epath.Path, dtype: str) -> Stored:
     'vocab': fields.integer('vocab_size'),
     'context_tokens': fields.integer('max_position_embeddings'),
     'rms_eps': fields.number('rms_norm_eps'),
-    'tied_embeddings': raw.get('tie_word_embeddings') is True,
+    'tied_embeddings': fields.boolean('tie_word_embeddings'),
     'activation': fields.choice(
       'hidden_activation' if family.is_gemma else 'hidden_act',
       _ACTIVATIONS,
@@ -274,10 +327,8 @@ def of_directory(path: epath.Path, dtype: str) -> Stored:
       values[name] = fields.optional(field)
   if layers <= _MOST_LAYERS:
     values['local'] = _hf_local(raw, family, layers, local_theta, fields)
-  fields.expect('attention_bias', False)
-  fields.expect('mlp_bias', False)
-  fields.expect('use_bidirectional_attention', False)
-  fields.expect('quantization_config', None)
+  for name, neutral in _HF_NEUTRAL.items():
+    fields.expect(name, *neutral)
   if whole is not text and whole.get('quantization_config') is not None:
     fields.refuse('quantization_config', whole['quantization_config'])
   config = fields.config(source, values)
@@ -299,13 +350,20 @@ def of_directory(path: epath.Path, dtype: str) -> Stored:
 
 # A damaged count may be in the millions; it is refused with the tensors.
 _MOST_LAYERS = 10_000
+_SLIDING = 'sliding_attention'
 
 
 def _hf_rope(raw: Raw, fields: 'Fields') -> tuple[dict[str, Any], float | None]:
   """Returns base and scaling, and the base of local layers if it differs."""
   # 5 keeps RoPE in one dict, or in one for each type of layer; 4 has top-level
   # bases and an optional scaling.
-  rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
+  names = ('rope_parameters', 'rope_scaling')
+  new, old = (raw.get(name) for name in names)
+  if new and old and new != old:
+    fields.problem(
+      f'rope_parameters={new!r} and rope_scaling={old!r} differ: leave out one'
+    )
+  rope = new or old or {}
   local: Any = {}
   if isinstance(rope, dict) and (
     'full_attention' in rope or 'sliding_attention' in rope
@@ -315,9 +373,8 @@ def _hf_rope(raw: Raw, fields: 'Fields') -> tuple[dict[str, Any], float | None]:
   if not isinstance(rope, dict) or not isinstance(local, dict):
     fields.problem(f'RoPE parameters are {rope!r}, must be a dict')
     return {}, None
-  own = {'rope_theta': raw.get('rope_theta')} | _given(rope)
-  inner = Fields(own, lambda name: name, problems=fields.problems)
-  kind = own.get('rope_type', own.get('type'))
+  inner = fields.inner({'rope_theta': raw.get('rope_theta')} | _given(rope))
+  kind = _rope_kind(inner)
   scaling = None
   if kind in {known.value for known in Scaling}:
     scaling = {'kind': Scaling(kind), 'factor': inner.number('factor')}
@@ -334,16 +391,30 @@ def _hf_rope(raw: Raw, fields: 'Fields') -> tuple[dict[str, Any], float | None]:
       scaling['original_context_tokens'] = inner.integer(
         'original_max_position_embeddings'
       )
-  elif kind not in (None, 'default'):
+  elif kind != 'default':
     inner.refuse('rope_type', kind)
-  inner.expect('partial_rotary_factor', 1.0)
-  if local.get('rope_type') not in (None, 'default'):
-    inner.refuse('rope_type', local['rope_type'])
-  theta = local.get('rope_theta', raw.get('rope_local_base_freq'))
+  theta = raw.get('rope_local_base_freq')
+  inner_local = fields.inner({'rope_theta': theta} | _given(local))
+  kind = _rope_kind(inner_local)
+  if kind != 'default':
+    inner_local.refuse('rope_type', kind)
   return {
     'rope_theta': inner.number('rope_theta', 10_000.0),
     'rope_scaling': fields.build(RopeScaling, scaling),
-  }, theta
+  }, inner_local.optional('rope_theta')
+
+
+def _rope_kind(rope: 'Fields') -> Any:
+  """Returns how RoPE is scaled; what has no type must have no scaling."""
+  rope.expect('partial_rotary_factor', 1)
+  values = _given(rope.values)
+  kind = values.get('rope_type', values.get('type'))
+  if kind is None:
+    for name in ('factor', 'short_factor', 'long_factor', 'mrope_section'):
+      if name in values:
+        rope.problem(f'{name}={values[name]!r} needs a rope_type beside it')
+    return 'default'
+  return kind
 
 
 def _stretched(values: Mapping[str, Any]) -> int:
@@ -367,22 +438,24 @@ def _hf_local(
   types = raw.get('layer_types')
   window = raw.get('sliding_window')
   if types is None:
-    is_local = family.is_local
-    if is_local is None:
-      fields.expect('sliding_window', None)
+    if family.local is None:
+      fields.expect('sliding_window')
       return None
     # Mistral and Qwen2 name no window where they use none.
     if window is None and not family.is_gemma:
       return None
-    local = tuple(i for i in range(layers) if is_local(i, raw))
+    is_local = family.local(fields)
+    local = tuple(i for i in range(layers) if is_local(i))
   else:
-    known = {'full_attention': False, 'sliding_attention': True}
     if not isinstance(types, list) or len(types) != layers:
       fields.problem(f'layer_types must be a list of {layers}')
       return None
-    for kind in sorted({str(kind) for kind in types} - known.keys()):
+    known = {'full_attention', _SLIDING}
+    for kind in sorted({str(kind) for kind in types} - known):
       fields.refuse('layer_types', kind)
-    local = tuple(i for i, kind in enumerate(types) if known.get(kind))
+    local = tuple(i for i, kind in enumerate(types) if kind == _SLIDING)
+    if local and not fields.boolean('use_sliding_window', True):
+      fields.problem(f'layer_types has {_SLIDING}, use_sliding_window is false')
   if not local:
     return None
   return fields.build(
@@ -413,6 +486,13 @@ def of_gguf(file: gguf_file.GgufFile, dtype: str) -> Stored:
         f'{", ".join(_GGUF_FAMILIES)}'
       ],
       SUPPORTED,
+    )
+  parts = file.metadata.get('split.count', 1)
+  if parts != 1:
+    raise errors.WeightsError(
+      file.path,
+      [f'split.count={parts!r}: this is one of several files of a model'],
+      'Make one of them: llama-gguf-split --merge FIRST_FILE TARGET.gguf',
     )
   fields = Fields(file.metadata, lambda name: f'{architecture}.{name}')
   heads = fields.integer('attention.head_count')
@@ -467,11 +547,11 @@ def of_gguf(file: gguf_file.GgufFile, dtype: str) -> Stored:
       values['logits_scale'] = (model_dim // heads) ** -0.5
   else:
     fields.expect('attention.sliding_window', 0)
-    fields.expect('final_logit_softcapping', None)
-  fields.expect('attn_logit_softcapping', None)
+    fields.expect('final_logit_softcapping')
   fields.expect('rope.dimension_count', head_dim)
   fields.expect('attention.value_length', head_dim)
-  fields.expect('expert_count', 0)
+  for name, neutral in _GGUF_NEUTRAL.items():
+    fields.expect(name, *neutral)
   config = fields.config(file.path, values)
   return Stored(
     config=config,
@@ -579,6 +659,12 @@ def _names(
   return names
 
 
+# What float32 holds.
+_SMALLEST, _LARGEST = (
+  float(value) for value in (np.finfo('f4').tiny, np.finfo('f4').max)
+)
+
+
 def _given(values: Raw) -> dict[str, Any]:
   return {name: value for name, value in values.items() if value is not None}
 
@@ -594,33 +680,47 @@ class Fields:
   ):
     self.key = key
     self.problems: list[str] = [] if problems is None else problems
-    self._values = values
+    self.values = values
 
-  def integer(self, name: str, default: int | None = None) -> int:
-    return self._typed(name, default, int, 'a positive integer') or 0
+  def inner(self, values: Raw) -> 'Fields':
+    """Returns the fields of an object within, with the same problems."""
+    return Fields(values, lambda name: name, self.problems)
+
+  def boolean(self, name: str, default: bool = False) -> bool:
+    value = self.values.get(self.key(name))
+    if value is not None and not isinstance(value, bool):
+      self.problem(f'{self.key(name)}={value!r} must be true or false')
+    return default if value is None else value is True
+
+  def integer(
+    self, name: str, default: int | None = None, *, least: int = 1
+  ) -> int:
+    what = 'a positive integer' if least else 'an integer, 0 or more'
+    return self._typed(name, default, int, what, least) or 0
 
   def number(self, name: str, default: float | None = None) -> float:
-    value = self._typed(name, default, int | float, 'a positive number')
+    kind = int | float
+    value = self._typed(name, default, kind, 'a positive number', _SMALLEST)
     # GGUF stores float32: 1e-5 must not come back as 9.99999975e-06.
     return float(str(np.float32(value or 1.0)))
 
   def optional(self, name: str) -> float | None:
-    if self._values.get(self.key(name)) is None:
+    if self.values.get(self.key(name)) is None:
       return None
     return self.number(name)
 
   def choice(self, name: str, known: Mapping[str, Any], default: str) -> Any:
-    value = self._values.get(self.key(name))
+    value = self.values.get(self.key(name))
     value = default if value is None else value
     if not isinstance(value, str) or value not in known:
       self.refuse(name, value)
       value = default
     return known[value]
 
-  def expect(self, name: str, only: Any) -> None:
-    """Takes no value but `only`; absent is fine."""
-    value = self._values.get(self.key(name))
-    if value is not None and value != only:
+  def expect(self, name: str, *neutral: Any) -> None:
+    """Takes no value but these; absent is fine."""
+    value = self.values.get(self.key(name))
+    if value is not None and value not in neutral:
       self.refuse(name, value)
 
   def refuse(self, name: str, value: Any) -> None:
@@ -646,11 +746,14 @@ class Fields:
       return config
     raise errors.WeightsError(source, self.problems, f'{SUPPORTED} {REPAIR}')
 
-  def _typed(self, name: str, default: Any, kind: Any, what: str) -> Any:
-    value = self._values.get(self.key(name))
+  def _typed(
+    self, name: str, default: Any, kind: Any, what: str, least: float
+  ) -> Any:
+    value = self.values.get(self.key(name))
     value = default if value is None else value
     # To Python a boolean is an integer.
-    if isinstance(value, kind) and not isinstance(value, bool) and value > 0:
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if is_number and least <= value <= _LARGEST:
       return value
     self.problem(f'{self.key(name)}={value!r} must be {what}')
     return None

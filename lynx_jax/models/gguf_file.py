@@ -12,6 +12,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import dataclasses
+import functools
 import math
 import os
 import struct
@@ -79,7 +80,6 @@ class GgufFile:
 
     The rows of a vector are its values, which no quantised type has.
     """
-    gguf = errors.optional_package('gguf')
     info = self.tensors[name]
     row_bytes = info.size_bytes // info.shape[0]
     data = np.frombuffer(
@@ -91,17 +91,39 @@ class GgufFile:
       np.uint8,
     )
     rows = data.reshape(*(stop - start, *info.shape[1:])[:-1], -1)
-    kind = gguf.GGMLQuantizationType[info.kind]
-    if info.kind in ('F32', 'F16'):  # the package wants these typed already
-      rows = rows.view('<f4' if info.kind == 'F32' else '<f2')
-    try:
-      return gguf.quants.dequantize(rows, kind).astype(np.float32, copy=False)
-    except NotImplementedError as error:
+    return _decode(rows, info.kind)
+
+  def check_kinds(self) -> None:
+    """Raises a `WeightsError` with all tensors that cannot be decoded."""
+    gguf = errors.optional_package('gguf')
+
+    @functools.cache
+    def is_known(kind: str) -> bool:
+      _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+      try:
+        _decode(np.zeros((1, block_bytes), np.uint8), kind)
+      except NotImplementedError:
+        return False
+      return True
+
+    problems = [
+      f'{name} is stored as {info.kind}, which cannot be decoded'
+      for name, info in self.tensors.items()
+      if not is_known(info.kind)
+    ]
+    if problems:
       raise errors.WeightsError(
-        self.path,
-        [f'{name} is stored as {info.kind}, which cannot be decoded'],
-        'Convert the model to Q8_0, Q4_K, F16 or F32.',
-      ) from error
+        self.path, problems, 'Convert the model to Q8_0, Q4_K, F16 or F32.'
+      )
+
+
+def _decode(rows: np.ndarray, kind: str) -> np.ndarray:
+  """Returns encoded rows as float32."""
+  gguf = errors.optional_package('gguf')
+  if kind in ('F32', 'F16'):  # the package wants these typed already
+    rows = rows.view('<f4' if kind == 'F32' else '<f2')
+  found = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+  return found.astype(np.float32, copy=False)
 
 
 def read(path: str | os.PathLike[str]) -> GgufFile:
@@ -245,7 +267,7 @@ def _locate(
   except ValueError:
     return None, f'has the unknown ggml type {kind}'
   values, size_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
-  if not shape or shape[-1] % values:
+  if not shape or not math.prod(shape) or shape[-1] % values:
     return None, (
       f'{shape} does not hold whole {ggml_type.name} blocks of {values}'
     )

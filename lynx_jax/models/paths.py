@@ -15,8 +15,10 @@ from etils import epath
 from lynx_jax.models import errors
 
 _HUB_ID = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*')
-# Of a hub's repository: what is read here, and no second copy of the weights.
+# Of a hub's repository: what is read here, and no second copy of the weights
+# (Mistral's is called consolidated.safetensors, others lie in folders).
 _HUB_FILES = ('*.safetensors', '*.json', '*.jinja')
+_HUB_LEFT_OUT = ('consolidated*', '*/*')
 
 
 def locate(path: str | os.PathLike[str]) -> epath.Path:
@@ -49,7 +51,10 @@ def locate(path: str | os.PathLike[str]) -> epath.Path:
     return found
   hub = errors.optional_package('huggingface_hub')
   try:
-    return epath.Path(hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+    fetched = hub.snapshot_download(
+      name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_LEFT_OUT
+    )
+    return epath.Path(fetched)
   except Exception as error:  # of the network, the hub or the package
     raise errors.WeightsError(
       name,

@@ -86,18 +86,23 @@ def load(
   return load_safetensors(found, dtype=dtype, placement=placement)
 
 
-def read_config(
+def check(
   path: str | os.PathLike[str], *, dtype: str = 'float32'
 ) -> config_lib.ModelConfig:
-  """Returns a model's dimensions without its weights; see `load`."""
+  """Checks all that `load` checks before it reads weights; see `load`.
+
+  Returns:
+    The model's dimensions.
+  """
   found = paths.locate(path)
-  if not found.is_dir():
-    return families.of_gguf(gguf_file.read(found), dtype).config
   from lynx_jax.models import converted
 
-  if converted.is_converted(found):
-    return converted.read_config(found, dtype=dtype)
-  return families.of_directory(found, dtype).config
+  if found.is_dir() and converted.is_converted(found):
+    return converted.check(found, dtype=dtype)
+  read = _read_directory if found.is_dir() else _read_gguf
+  stored, tensors = read(found, dtype)
+  _check(found, stored, tensors)
+  return stored.config
 
 
 def load_gguf(
@@ -107,12 +112,7 @@ def load_gguf(
   placement: Placement = None,
 ) -> tuple[config_lib.ModelConfig, transformer.Transformer]:
   """Loads a GGUF file, dequantising it; see `load`."""
-  file = gguf_file.read(path)
-  stored = families.of_gguf(file, dtype)
-  tensors = {
-    name: _Tensor(info.shape, functools.partial(file.rows, name))
-    for name, info in file.tensors.items()
-  }
+  stored, tensors = _read_gguf(path, dtype)
   return stored.config, _build(path, stored, tensors, placement)
 
 
@@ -123,15 +123,8 @@ def load_safetensors(
   placement: Placement = None,
 ) -> tuple[config_lib.ModelConfig, transformer.Transformer]:
   """Loads a directory as Hugging Face writes it; see `load`."""
-  root = epath.Path(path)
-  stored = families.of_directory(root, dtype)
-  tensors = {
-    name: _Tensor(info.shape, info.rows)
-    for name, info in safetensors_file.read_directory(root).items()
-  }
-  if stored.config.tied_embeddings:
-    _drop_tied_copy(root, stored, tensors)
-  return stored.config, _build(root, stored, tensors, placement)
+  stored, tensors = _read_directory(path, dtype)
+  return stored.config, _build(path, stored, tensors, placement)
 
 
 def find_packaged_gguf() -> pathlib.Path:
@@ -169,13 +162,42 @@ class _Tensor:
   rows: Callable[[int, int, paths.Files], np.ndarray]
 
 
-def _build(
+def _read_gguf(
+  path: str | os.PathLike[str], dtype: str
+) -> tuple[families.Stored, dict[str, _Tensor]]:
+  file = gguf_file.read(path)
+  stored = families.of_gguf(file, dtype)
+  file.check_kinds()
+  return stored, {
+    name: _Tensor(info.shape, functools.partial(file.rows, name))
+    for name, info in file.tensors.items()
+  }
+
+
+def _read_directory(
+  path: str | os.PathLike[str], dtype: str
+) -> tuple[families.Stored, dict[str, _Tensor]]:
+  root = epath.Path(path)
+  stored = families.of_directory(root, dtype)
+  tensors = {
+    name: _Tensor(info.shape, info.rows)
+    for name, info in safetensors_file.read_directory(root).items()
+  }
+  if stored.config.tied_embeddings:
+    _drop_tied_copy(root, stored, tensors)
+  return stored, tensors
+
+
+def _check(
   source: str | os.PathLike[str],
   stored: families.Stored,
   tensors: Mapping[str, _Tensor],
-  placement: Placement,
-) -> transformer.Transformer:
-  """Fills a model with stored tensors, after checking all their shapes."""
+) -> tuple[Any, nnx.State]:
+  """Returns the model's graph, and shapes in place of its parameters.
+
+  Raises:
+    WeightsError: tensors do not fit; it lists all of them.
+  """
   config, names = stored.config, stored.names
   if config.layers > len(tensors):
     # Before the model is laid out: a damaged count may be in the millions.
@@ -185,21 +207,37 @@ def _build(
       families.REPAIR,
     )
   graph, state = nnx.split(transformer.abstract_model(config))
-  flat = nnx.to_flat_state(state)
-  wanted = {path: leaf.get_value() for path, leaf in flat}
+  wanted = {
+    path: leaf.get_value().shape for path, leaf in nnx.to_flat_state(state)
+  }
   problems = [f'{name} is missing' for name in names if name not in tensors]
   for name, tensor in tensors.items():
     if name not in names:
       if not stored.ignored.fullmatch(name):
         problems.append(f'{name} {tensor.shape} is not part of the model')
       continue
-    view = _view(str(names[name][-1]), wanted[names[name]].shape)
+    view = _view(str(names[name][-1]), wanted[names[name]])
     if tensor.shape != view.stored:
       problems.append(f'{name} is {tensor.shape}, must be {view.stored}')
   if problems:
     raise errors.WeightsError(
       source, problems, f'{families.SUPPORTED} {families.REPAIR}'
     )
+  return graph, state
+
+
+def _build(
+  source: str | os.PathLike[str],
+  stored: families.Stored,
+  tensors: Mapping[str, _Tensor],
+  placement: Placement,
+) -> transformer.Transformer:
+  """Fills a model with stored tensors, after checking all their shapes."""
+  graph, state = _check(source, stored, tensors)
+  config, names = stored.config, stored.names
+  flat = nnx.to_flat_state(state)
+  wanted = {path: leaf.get_value() for path, leaf in flat}
+  problems = []
 
   where = places(placement, config, state)
   arrays: dict[Any, jax.Array] = {}
