@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill side in another process: requests, recovery, when to give up.
+"""A prefill side in another process: its session, its requests, recovery.
 
-It knows no slot and no decode; `session` opens what it holds. Whatever goes
-wrong ends within the times of `Patience` in a recovery or in a record that
-names a typed error.
+It knows no slot and no decode; `session` opens what it holds, and `patience`
+says what to do about what does not come. Whatever goes wrong ends within the
+times of `Patience` in a recovery or in a record that names a typed error.
 """
 
 import collections
@@ -23,7 +23,7 @@ from lynx_jax import handshake, prefill, session
 from lynx_jax import mesh as mesh_lib
 from lynx_jax import wire as wire_lib
 from lynx_jax.config import ConfigError, Target
-from lynx_jax.patience import Patience, Policy
+from lynx_jax.patience import Patience, Policy, Tries
 from lynx_jax.requests import Mode
 from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.sender import PrefillDone, PrefillFailed, Record
@@ -151,9 +151,7 @@ class RemotePrefill:
     self._offset_s = 0.0  # the sender's clock less ours
     self._heard_s = self._beaten_s = -math.inf
     self._epoch = 0
-    # Resets, and lost sessions, since something landed.
-    self._mended = self._fruitless = 0
-    self._damaged: collections.Counter[Any] = collections.Counter()
+    self._tries = Tries(self._patience.retries)
     self._broken: Exception | None = None  # what the link has said
     self._lost: Exception | None = None  # why there is no session
     self._warm = threading.Event()  # cleared while the sender warms up
@@ -312,8 +310,7 @@ class RemotePrefill:
       entry = self._requests.pop(request, None)
       if entry is not None:
         self._release(entry)
-      for key in [k for k in self._damaged if k.request == request]:
-        del self._damaged[key]
+      self._tries.forget(request)
     self._transport.cancel(request)
 
   def records(self) -> list[Record]:
@@ -373,8 +370,8 @@ class RemotePrefill:
     self._hang_up()
     until_s = time.monotonic() + self._patience.reconnect_s
     backoff_s = _FIRST_BACKOFF_S
-    self._fruitless += 1
-    while not self._closed and self._fruitless <= self._patience.retries:
+    may_connect = self._tries.may_connect()
+    while not self._closed and may_connect:
       try:
         self._connect()
         return
@@ -393,7 +390,7 @@ class RemotePrefill:
     """Fails all requests, and waits for another one before trying again."""
     self._hang_up()
     self._awake.clear()
-    self._fruitless = 0
+    self._tries.gave_up()
     with self._lock:
       self._lost = error
       for entry in [*self._requests.values()]:
@@ -440,7 +437,8 @@ class RemotePrefill:
       self._lease_s = answer.lease_s
       self._heard_s = self._beaten_s = time.monotonic()
       self._channel, self._broken, self._lost = channel, None, None
-      self._epoch = self._mended = 0
+      self._epoch = 0
+      self._tries.connected()
       self._draining = False
       self._transport.attach(link)
       if not self._warm.is_set():
@@ -650,7 +648,9 @@ class RemotePrefill:
       raise control.PeerLost('it drains, and holds nothing for us')
     if self._broken is not None:
       self._mend(self._broken)
-    limit_s = self._stall_s()
+    limit_s = self._patience.stall_limit_s(
+      self._transport.outstanding_bytes, self._transport.rate_gbps
+    )
     if self._transport.stalled_s() > limit_s:
       self._mend(TransferStalled(f'no bytes for {limit_s:.3g} s'))
     elif self._transport.starved_s() > limit_s:
@@ -659,7 +659,7 @@ class RemotePrefill:
         for e in entries
         if not e.failed and not self._transport.complete(e.id)
       ]
-      if starved and self._mended < self._patience.retries:
+      if starved and self._tries.may_reset:
         self._mend(TransferStalled(f'nothing published for {limit_s:.3g} s'))
         return
       with self._lock:
@@ -668,19 +668,13 @@ class RemotePrefill:
           if entry.id in self._requests and not entry.failed:
             self._apply_policy(entry, limit_s)
 
-  def _stall_s(self) -> float:
-    """Returns the longest time in which nothing may come."""
-    rate_gbps = self._transport.rate_gbps
-    if rate_gbps is None:
-      return self._patience.stall_s
-    outstanding_s = self._transport.outstanding_bytes * 8e-9 / rate_gbps
-    return max(self._patience.stall_s, 4 * outstanding_s)
-
   def _mend(self, error: Exception) -> None:
     """Connects the link anew and has everything published again."""
-    self._mended += 1
-    if self._mended > self._patience.retries:
-      raise control.PeerLost(f'{self._mended - 1} resets did not help: {error}')
+    if not self._tries.may_reset:
+      raise control.PeerLost(
+        f'{self._tries.resets} resets did not help: {error}'
+      )
+    self._tries.resets += 1
     logging.warning('the link is reset: %s', error)
     with self._lock:
       self._broken = None
@@ -689,21 +683,21 @@ class RemotePrefill:
       self._send(messages.Reset(epoch=self._epoch))
 
   def _apply_policy(self, entry: _Request, waited_s: float) -> None:
+    """Does to a request that waits in vain what `patience` says."""
     missing = self._transport.missing(entry.id)
-    if any(chunk.anchor_bytes for chunk in missing):
-      policy = Policy.RECOMPUTE
-    else:
-      policy = self._patience.residual
-    if policy is Policy.ANCHOR_OK and entry.target is Target.EXACT:
-      policy = Policy.FAIL  # nothing made up turns planes into bfloat16
     stalled = TransferStalled(
       f'request {entry.id}: {len(missing)} chunks never came '
       f'(waited {waited_s:.3g} s, prefilled {entry.recomputed + 1} times)'
     )
-    if policy is Policy.RECOMPUTE:
-      if entry.recomputed >= self._patience.retries:
-        policy = Policy.FAIL
-      else:
+    policy = self._patience.policy(
+      lacks_anchor=any(chunk.anchor_bytes for chunk in missing),
+      target=entry.target,
+      recomputed=entry.recomputed,
+    )
+    match policy:
+      case Policy.WAIT:
+        pass
+      case Policy.RECOMPUTE:
         logging.warning('%s: it is prefilled again', stalled)
         with self._lock:
           entry.recomputed += 1
@@ -712,11 +706,11 @@ class RemotePrefill:
           entry.released = False
           self._ask_for(entry)
         self._transport.moved()
-    if policy is Policy.FAIL:
-      self._fail(entry, stalled)
-    elif policy is Policy.ANCHOR_OK:
-      logging.error('%s: GOING ON UNVERIFIED, on the Anchor alone', stalled)
-      self._transport.substitute(entry.id, self._zeros)
+      case Policy.FAIL:
+        self._fail(entry, stalled)
+      case Policy.ANCHOR_OK:
+        logging.error('%s: GOING ON UNVERIFIED, on the Anchor alone', stalled)
+        self._transport.substitute(entry.id, self._zeros)
 
   def _ask_for(self, entry: _Request) -> None:
     missing = {chunk.key for chunk in self._transport.missing(entry.id)}
@@ -768,7 +762,7 @@ class RemotePrefill:
   # Called from the receiver's thread.
 
   def _on_landed(self, uuids: Any) -> None:
-    self._mended = self._fruitless = 0
+    self._tries.landed()
     self._send(messages.Landed(uuids=tuple(uuids)))
 
   def _on_damaged(self, chunk: Chunk, uuid: int, error: Exception) -> None:
@@ -780,11 +774,10 @@ class RemotePrefill:
       entry = self._requests.get(chunk.request)
       if entry is None:
         return
-      self._damaged[chunk.key] += 1
-      if self._damaged[chunk.key] > self._patience.retries:
-        self._fail(entry, error)
-      else:
+      if self._tries.may_ask_again(chunk.key):
         self._send(messages.Again(uuids=(uuid,)))
+      else:
+        self._fail(entry, error)
 
 
 @functools.lru_cache(maxsize=64)
