@@ -60,6 +60,8 @@ def measured(monkeypatch) -> list[str]:
     names.append(piece.name)
     return {FIGURE: len(names) != 2, 'bits_total_exact': len(piece.tokens)}
 
+  model = types.SimpleNamespace(tokenizer=serving.Bytes())
+  monkeypatch.setattr(serving, 'load', lambda *_, **__: model)
   monkeypatch.setattr(equivalence, 'measure', measure)
   bench = types.SimpleNamespace(rounds=ROUNDS)
   monkeypatch.setattr(equivalence, 'Bench', lambda *_: bench)
