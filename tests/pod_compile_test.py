@@ -62,7 +62,7 @@ def test_a_cell_compiles_as_its_record_says(checked_in):
   [
     ({'cache_copies': ['u8[2] copy']}, r'copies u8\[2\] copy'),
     ({'collectives': {'all-gather': 1}}, 'communicates .*all-gather'),
-    ({'hbm_bytes': 15 << 30}, r'fits no more: 15\.0 of 16 \*\*no\*\*'),
+    ({'hbm_bytes': 15 << 30}, r'does not fit: 15\.0 of 16 \*\*no\*\*'),
     ({'flops': 104.0}, 'flops 100.0 -> 104.0'),
   ],
 )
@@ -82,6 +82,11 @@ def test_what_is_wrong_or_worse_is_named(change, words):
 
 
 def test_slots_fill_what_may_be_used():
-  record = {'hbm_limit_bytes': 1000, 'hbm_bytes': 500, 'kv_bytes': 400}
+  record = {
+    'hbm_limit_bytes': 1000,
+    'hbm_bytes': 500,
+    'kv_bytes': 400,
+    'slots': 4,
+  }
   assert pod_compile.most_slots(record) == 8
   assert pod_compile.most_slots(record | {'hbm_bytes': 901}) == 3
