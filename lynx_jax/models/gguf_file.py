@@ -90,8 +90,7 @@ class GgufFile:
       ),
       np.uint8,
     )
-    rows = data.reshape(*(stop - start, *info.shape[1:])[:-1], -1)
-    return _decode(rows, info.kind)
+    return _decode(data, info.kind).reshape(stop - start, *info.shape[1:])
 
   def check_kinds(self) -> None:
     """Raises a `WeightsError` with all tensors that cannot be decoded."""
@@ -101,7 +100,7 @@ class GgufFile:
     def is_known(kind: str) -> bool:
       _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
       try:
-        _decode(np.zeros((1, block_bytes), np.uint8), kind)
+        _decode(np.zeros(block_bytes, np.uint8), kind)
       except NotImplementedError:
         return False
       return True
@@ -117,13 +116,15 @@ class GgufFile:
       )
 
 
-def _decode(rows: np.ndarray, kind: str) -> np.ndarray:
-  """Returns encoded rows as float32."""
+def _decode(data: np.ndarray, kind: str) -> np.ndarray:
+  """Returns the float32 values of whole quantised blocks."""
   gguf = errors.optional_package('gguf')
   if kind in ('F32', 'F16'):  # the package wants these typed already
-    rows = rows.view('<f4' if kind == 'F32' else '<f2')
-  found = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
-  return found.astype(np.float32, copy=False)
+    data = data.view('<f4' if kind == 'F32' else '<f2')
+  # As one row: the package takes 16 rows at a time, and a loop over rows of a
+  # small model takes as long as what is done in it.
+  found = gguf.quants.dequantize(data[None], gguf.GGMLQuantizationType[kind])
+  return found[0].astype(np.float32, copy=False)
 
 
 def read(path: str | os.PathLike[str]) -> GgufFile:
@@ -191,7 +192,7 @@ class _Cursor:
     return struct.unpack(code, self.take(struct.calcsize(code)))[0]
 
   def string(self) -> str:
-    data = self.take(self.scalar(10))
+    data = self.take(int.from_bytes(self.take(8), 'little'))
     try:
       return data.decode('utf-8')
     except UnicodeDecodeError as error:
