@@ -14,9 +14,8 @@ Other candidates are changes of fields of the codec:
 
     --config.search.codecs='v_axis=token; recent_tokens=128 sinks=8'
 
-Cost: 35 minutes on 2 quiet cores (projected from parts: it was not run to its
-end yet) and 14 GB of memory (measured on the first four prompts); fewer
---config.search.slots take less. Weights are float32: the rounding of bfloat16
+Cost: 57 minutes on 2 cores that other work shared, and 17 GB of memory (measured);
+fewer --config.search.slots take less. Weights are float32: the rounding of bfloat16
 activations would count as divergence.
 """
 

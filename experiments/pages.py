@@ -21,7 +21,9 @@ study. A whole number is passed over unless it is that of the next name.
     <!-- generated: table demo serial -->
     <!-- end -->
 
-holds text that `--write` makes anew. The rest of a page is written by hand.
+holds text that `--write` makes anew: the `table` that a study's run ends with,
+the `numbers` of one of its figures, or the `report` table whose caption begins
+with the words given. The rest of a page is written by hand.
 """
 
 import argparse
@@ -33,7 +35,7 @@ import pathlib
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments import report, results
@@ -98,11 +100,26 @@ STUDIES = {
     minutes=74,
     figures={'upgrade.png': 'upgrade'},
   ),
+  'codec_search': Study(
+    command='.venv/bin/python -m experiments.main '
+    '--config=configs/codec_search.py --workdir=runs/codec_search',
+    minutes=57,
+    figures={'codecs.png': 'codecs', 'layers.png': 'layers'},
+  ),
 }
 
 
-# Events that figures are drawn from, beside those of requests.
-_KEPT = ('run', 'acceptance', 'compared', results.CODEC, results.EQUIVALENCE)
+# Events that figures and tables are made from, beside those of requests.
+_KEPT = (
+  'run',
+  'acceptance',
+  'compared',
+  results.CODEC,
+  results.EQUIVALENCE,
+  results.FIDELITY,
+  results.PEERS,
+  results.ROWS,
+)
 
 
 class PageError(Exception):
@@ -136,7 +153,9 @@ def take(workdir: pathlib.Path) -> pathlib.Path:
       f'--take={workdir}: the folder must be named {" or ".join(STUDIES)}, '
       'the study that it holds'
     )
-  records, _ = report.last_run(report.read(workdir / results.FILE))
+  records = report.read(workdir / results.FILE)
+  if not report.resumes(records):
+    records, _ = report.last_run(records)
   study, shown = STUDIES[name], _in_timelines(records, STUDIES[name])
   costs = _costs(records) if name == 'latency' else ()
   lines = [
@@ -235,13 +254,17 @@ def draw(study: str) -> dict[str, bytes]:
   """
   from experiments import drawing
 
-  drawn = {one.name: one for one in report.drawings(records_of(study))}
-  found = {}
-  for file, name in STUDIES[study].figures.items():
-    if name not in drawn:
+  figures = STUDIES[study].figures
+  drawn = _drawn(study, *figures.values())
+  return dict(zip(figures, map(drawing.png, drawn), strict=True))
+
+
+def _drawn(study: str, *names: str) -> list[Any]:
+  found = {one.name: one for one in report.drawings(records_of(study))}
+  for name in names:
+    if name not in found:
       raise PageError(f'the records of {study} do not hold the figure {name}')
-    found[file] = drawing.png(drawn[name])
-  return found
+  return [found[name] for name in names]
 
 
 # --- Numbers ------------------------------------------------------------------
@@ -378,6 +401,13 @@ def _generated(words: Sequence[str]) -> str:
   match words:
     case ['table', study, mode]:
       return _table(study, mode)
+    case ['numbers', study, figure]:
+      (drawn,) = _drawn(study, figure)
+      return _markdown(drawn.table.header, drawn.table.rows)
+    case ['report', study, *caption]:
+      for title, header, rows in report.tables(records_of(study)):
+        if title.startswith(' '.join(caption)):
+          return _markdown(header, rows)
     case ['studies']:
       return _studies()
     case ['configuration']:
@@ -406,12 +436,18 @@ def _table(study: str, mode: str) -> str:
   return '\n'.join(['```', *filter(None, lines), '```'])
 
 
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  """Returns a table; `header` says how many columns it has."""
+  lines = [header, ['---'] * len(header), *rows]
+  return '\n'.join(
+    '| ' + ' | '.join(str(cell).replace('|', r'\|') for cell in line) + ' |'
+    for line in lines
+  )
+
+
 def _studies() -> str:
   """Returns the table of docs/reproducing.md."""
-  lines = [
-    '| study | minutes | figures | numbers in | records |',
-    '|---|---|---|---|---|',
-  ]
+  rows = []
   for name, study in STUDIES.items():
     figures = ', '.join(f'`{file}`' for file in study.figures)
     used = [
@@ -420,11 +456,18 @@ def _studies() -> str:
       if _cites(path.read_text(encoding='utf-8'), name)
     ]
     minutes = '–' if study.minutes is None else str(study.minutes)
-    lines.append(
-      f'| `{study.command}` | {minutes} | {figures or "–"} | '
-      f'{", ".join(used) or "–"} | `docs/records/{name}.jsonl` |'
+    rows.append(
+      (
+        f'`{study.command}`',
+        minutes,
+        figures or '–',
+        ', '.join(used) or '–',
+        f'`docs/records/{name}.jsonl`',
+      )
     )
-  return '\n'.join(lines)
+  return _markdown(
+    ('study', 'minutes', 'figures', 'numbers in', 'records'), rows
+  )
 
 
 def _cites(text: str, study: str) -> bool:

@@ -88,9 +88,9 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   records, earlier = last_run(whole)
   note = [_EARLIER.format(runs=earlier)] if earlier else []
   study = _study(records)
+  if resumes(records):
+    return _study_page(study, records, (), whole)
   if study in studies.MODULES:
-    if getattr(studies.load(study), 'RESUMES', False):
-      return _study_page(study, records, (), whole)
     return _study_page(study, records, note, records)
   groups = grouped(records)
   runs = acceptance_runs(records)
@@ -117,6 +117,17 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   return _PAGE.format(title=_text(title), body='\n'.join(body)), images
 
 
+def tables(records: Sequence[Record]) -> list[Any]:
+  """Returns (caption, header, rows) of every table of a run's study."""
+  from experiments import studies
+
+  study = _study(records)
+  if study not in studies.MODULES:
+    return []
+  module = studies.load(study)
+  return module.tables(records) if hasattr(module, 'tables') else []
+
+
 def drawings(records: Sequence[Record]) -> list[Any]:
   """Returns every figure of one run, whichever study it is of."""
   from experiments import figures, studies
@@ -139,6 +150,16 @@ def grouped(records: Iterable[Record]) -> dict[Any, list[Any]]:
   for trace in traces(records):
     groups.setdefault((trace['study'], trace['model']), []).append(trace)
   return groups
+
+
+def resumes(records: Iterable[Record]) -> bool:
+  """Whether a run's study goes on where it stopped, so that all runs count."""
+  from experiments import studies
+
+  study = _study(records)
+  return study in studies.MODULES and getattr(
+    studies.load(study), 'RESUMES', False
+  )
 
 
 def _study(records: Iterable[Record]) -> Any:
@@ -172,14 +193,13 @@ def _study_page(
   figures = drawings(shown)
   module = studies.load(study)
   notes = module.notes(records) if hasattr(module, 'notes') else []
-  tables = module.tables(shown) if hasattr(module, 'tables') else []
   body = [
     f'<h1>{_text(study.replace("_", " ").capitalize())}</h1>',
     f'<p>{_text(studies.subject(module))}</p>',
     *(f'<p class="note">{_text(words)}</p>' for words in notes),
     *note,
     *(_drawn(drawn, f'{drawn.name}.png', images) for drawn in figures),
-    *(_table(*table) for table in tables),
+    *(_table(*table) for table in tables(shown)),
     *summaries,
     *_origin(records, ()),
   ]

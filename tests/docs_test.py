@@ -112,6 +112,28 @@ def test_a_figure_that_no_record_has_is_an_error():
     pages.lookup('acceptance_gamma9', 'latency')
 
 
+def test_a_table_is_that_of_a_figure_or_of_a_report(monkeypatch):
+  first, line, *rows = _made('numbers equivalence upgrade')
+  assert first.startswith('| ')
+  assert {row.count('|') for row in (line, *rows)} == {first.count('|')}
+  with pytest.raises(pages.PageError, match='the figure nothing'):
+    _made('numbers equivalence nothing')
+  found = [('Some', ('a',), []), ('Other ones', ('a', 'b'), [('x|y', 'z')])]
+  monkeypatch.setattr(report, 'tables', lambda _: found)
+  assert _made('report plan Other') == [
+    '| a | b |',
+    '| --- | --- |',
+    r'| x\|y | z |',
+  ]
+  with pytest.raises(pages.PageError, match='generates'):
+    _made('report plan None')
+
+
+def _made(words: str) -> list[str]:
+  text = pages.generate(f'<!-- generated: {words} -->\n<!-- end -->')
+  return text.split('\n')[2:-2]
+
+
 def test_what_is_taken_over_is_taken_whole(tmp_path, monkeypatch):
   """Records that were taken over once give themselves."""
   source = pages.RECORDS / 'notebook.jsonl'
