@@ -14,21 +14,15 @@ Other candidates are changes of fields of the codec:
 
     --config.search.codecs='v_axis=token; recent_tokens=128 sinks=8'
 
-Cost: 57 minutes on 2 cores that other work shared, and 17 GB of memory (measured);
-fewer --config.search.slots take less. Weights are float32: the rounding of bfloat16
-activations would count as divergence.
+Cost: 57 minutes on 2 cores that other work shared, and 17 GB of memory
+(measured); fewer --config.search.slots take less. Weights are float32: the
+rounding of bfloat16 activations would count as divergence.
 """
 
 import itertools
 
-from configs import latency
+from configs import latency, smollm2_by_layer
 
-# Where KL by layer of the first four prompts was largest, and smallest: four
-# tensors of 8 bits and six whose Anchor has 2.
-_BY_LAYER = (
-  '17:19 k=8; 20:21 k=8; 22:23 v=2,2,4; 23:24 k=8; 25:26 k=2,2,4 v=2,2,4; '
-  '27:28 k=2,2,4 v=2,2,4; 29:30 v=2,2,4'
-)
 _TEXTS = 'book', 'code', 'manual', 'chat', 'question'
 
 
@@ -54,8 +48,9 @@ def get_config(arg: str | None = None):
     'k=2,2,4 v=2,2,4;'
     'code=log;'
     "K of layer 18: layers='18:19 k=8';"
-    f"bits by layer: layers='{_BY_LAYER}';"
-    f"unrotated, by layer: k_rotation=none v_rotation=none layers='{_BY_LAYER}'"
+    f"bits by layer: layers='{smollm2_by_layer.LAYERS}';"
+    'unrotated, by layer: k_rotation=none v_rotation=none '
+    f"layers='{smollm2_by_layer.LAYERS}'"
   )
   if arg is None:
     pairs = itertools.permutations(_TEXTS, 2)
