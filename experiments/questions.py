@@ -150,9 +150,12 @@ def longbench(
           f'{settings_folder}: the prompt of {data_set!r} must have {{context}}'
           f' and {{input}} alone ({error!r})'
         ) from error
+      task = file.stem
+      if file.stem != data_set:
+        task += '_' + _bucket(_field(place, record, 'length', int))
       yield Question(
         name=f'{file.stem}/{number}',
-        task=file.stem,
+        task=task,
         prompt=prompt,
         answers=answers,
         metric=metric or _by_class([*_texts(place, record, 'all_classes')]),
@@ -160,6 +163,11 @@ def longbench(
         first_line=data_set in _FEW_SHOT,
         chat=data_set not in _COMPLETED,
       )
+
+
+def _bucket(words: int) -> str:
+  """Returns what LongBench-E averages together, by the context's length."""
+  return '0-4k' if words < 4000 else '4-8k' if words < 8000 else '8k+'
 
 
 def ruler(folder: str, most: int = 0) -> Iterator[Question]:

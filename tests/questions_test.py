@@ -53,11 +53,14 @@ def _ruler(folder, most=0):
 
 
 def test_longbench(folder):
-  _write(folder, 'qasper_e.jsonl', LINE, LINE | {'answers': ['no']})
+  long = {'answers': ['no'], 'length': 4000}
+  _write(folder, 'qasper_e.jsonl', LINE | {'length': 3999}, LINE | long)
   trec = {'answers': ['Other entity'], 'all_classes': ['Other entity', 'City']}
   _write(folder, 'trec.jsonl', LINE | trec)
   first, second, third = _longbench(folder)
   assert first.name == 'qasper_e/1'
+  tasks = [question.task for question in (first, second, third)]
+  assert tasks == ['qasper_e_0-4k', 'qasper_e_4-8k', 'trec']
   assert first.prompt == 'Article: It was {Ada}.\n\nQuestion: Who?\n\nAnswer:'
   assert (first.most_tokens, first.chat, first.first_line) == (128, True, False)
   # The best of its references: F1 of 'ada' and 'ada lovelace' is 2/3.
