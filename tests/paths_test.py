@@ -25,6 +25,8 @@ def test_local_paths_are_taken_as_they_are(tmp_path, monkeypatch):
   assert pathlib.Path(paths.locate('org/name')) == pathlib.Path('org/name')
   for absent in ('absent', './org/absent', 'org/absent.gguf', 'a/b/c'):
     assert not paths.locate(absent).exists()
+  monkeypatch.setenv('HOME', str(tmp_path))
+  assert pathlib.Path(paths.locate('~/org')) == tmp_path / 'org'
 
 
 def test_a_hub_id_is_fetched_and_loaded(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ def locate(path: str | os.PathLike[str]) -> epath.Path:
     WeightsError: it is none of these, or the hub does not give it.
     MissingPackageError: a package that such a place needs is not installed.
   """
-  name = os.fspath(path)
+  name = os.path.expanduser(os.fspath(path))  # no shell does behind a '='
   try:
     found = epath.Path(name)
     exists = found.exists()
