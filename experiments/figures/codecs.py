@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the codec search: what bits buy, and which layers need them."""
 
+import itertools
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -54,13 +56,18 @@ def _pareto(details: Sequence[Record]) -> Drawing:
         [summaries.accepted_share(one) for one in rounds]
       )
   figure = Figure((drawing.WIDTH_IN, 3.0), layout='constrained')
-  left, right = figure.subplots(1, 2)
-  _scatter(left, found, 'kl', better=-1)
+  drafted = sum('acceptance' in points for points in found.values())
+  left, *right = figure.subplots(1, 2 if drafted > 1 else 1, squeeze=False)[0]
   left.set(yscale='log', ylabel='KL(target ‖ draft), nats')
-  _scatter(right, found, 'acceptance', better=1)
-  right.set(ylabel='accepted / drafted')
-  for axes in (left, right):
+  places = [(left, _scatter(left, found, 'kl', better=-1))]
+  for axes in right:
+    axes.set(ylabel='accepted / drafted')
+    places.append((axes, _scatter(axes, found, 'acceptance', better=1)))
+  for axes, _ in places:
     axes.set_xlabel('Anchor, bits a value')
+  figure.draw_without_rendering()  # labels depend on where things are
+  for axes, points in places:
+    _number(axes, points)
   lengths = sorted(d['prompt_tokens'] for d in details)
   keys = [f'{i}  {name}' for i, name in enumerate(names, 1)]
   words = (
@@ -138,24 +145,23 @@ def _scatter(
   value: str,
   *,
   better: int,
-) -> None:
-  """Draws numbered points and the front; `better` is -1 where less is."""
-  points = []
+) -> dict[int, tuple[float, float]]:
+  """Draws points and the front; `better` is -1 where less is.
+
+  Returns:
+    Points by number.
+  """
+  points = {}
   for number, named in enumerate(found.values(), 1):
     if value not in named:
       continue
     x, (y, low, high) = named['bits'][0], named[value]
-    points.append((x, y))
+    points[number] = x, y
     if low is not None and high is not None:
-      axes.plot([x, x], [low, high], color=drawing.QUIET, lw=1.0, zorder=2)
-    axes.plot(
-      x, y, 'o', color='white', mec=drawing.INK, mew=0.8, ms=9.0, zorder=3
-    )
-    axes.annotate(
-      str(number), (x, y), ha='center', va='center', fontsize=5.8, zorder=4
-    )
+      axes.plot([x, x], [low, high], color=drawing.QUIET, lw=0.6, zorder=2)
+    axes.plot(x, y, 'o', color=drawing.INK, ms=3.0, zorder=3)
   front: list[tuple[float, float]] = []
-  for x, y in sorted(points, key=lambda p: (p[0], -better * p[1])):
+  for x, y in sorted(points.values(), key=lambda p: (p[0], -better * p[1])):
     if not front or better * (y - front[-1][1]) > 0:
       front.append((x, y))
   if len(front) > 1:
@@ -167,6 +173,40 @@ def _scatter(
       zorder=1,
     )
   axes.margins(0.12, 0.14)
+  return points
+
+
+def _number(axes: Axes, points: Mapping[int, tuple[float, float]]) -> None:
+  """Writes a number beside every point, at the nearest place that is free."""
+  at = {
+    number: axes.transData.transform(point) * 72 / axes.figure.dpi
+    for number, point in points.items()
+  }
+  taken = [*at.values()]
+  for number, place in at.items():
+    for away, turn in itertools.product(range(6, 60, 3), range(8)):
+      angle = turn * math.pi / 4
+      offset = away * math.cos(angle), away * math.sin(angle)
+      label = place + offset
+      if all(
+        abs(label[0] - x) >= 8.0 or abs(label[1] - y) >= 6.5
+        for x, y in taken
+        if (x, y) != tuple(place)
+      ):
+        break
+    taken.append(label)
+    axes.annotate(
+      str(number),
+      points[number],
+      offset,
+      textcoords='offset points',
+      ha='center',
+      va='center',
+      fontsize=6.0,
+      arrowprops={
+        'arrowstyle': '-', 'color': drawing.QUIET, 'lw': 0.4, 'shrinkB': 0.0
+      },
+    )  # fmt: skip
 
 
 def _layers(layers: Sequence[Sequence[Mapping[str, float]]]) -> Drawing:
