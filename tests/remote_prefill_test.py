@@ -430,7 +430,7 @@ def test_a_damaged_chunk_of_nobody_leaves_no_trace(child, fingerprint):
   with contextlib.closing(remote):
     chunk, *_ = WIRE.manifest(7, 200, 0)
     remote._on_damaged(chunk, 1, CorruptChunk('of a request that is gone'))
-    assert not remote._damaged
+    assert not remote._tries._damaged
 
 
 def test_a_sender_that_never_comes_back_is_a_typed_error(
