@@ -118,7 +118,7 @@ def test_warm_up_compiles_the_table_and_requests_nothing(
       # Drafts on one plane of 8 bits are not sharpened.
       expected |= {'draft': 4 if residual else 3, 'rounds': 1}
     if exact:
-      expected['exact'] = 13
+      expected['exact'] = 14
     if drafter is not Drafter.ANCHOR:
       expected['propose'] = 1
     if generated:
