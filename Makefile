@@ -3,7 +3,7 @@
 #
 #   make demo      the main job on a real model, with a table at the end
 #   make latency   the latency study: five prompts, both modes (17 minutes)
-#   make baselines  one prompt and every baseline (minutes: docs/reproducing.md)
+#   make baselines  one prompt and every baseline, both modes (not timed yet)
 #   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
 #   make ablation  24 cells on a real model, one change each (25 minutes)

@@ -13,7 +13,7 @@ has their checksums. A sweep over links instead:
 
     --config.sweep.link_gbps=0.01,0.03,0.1 --config.sweep.rtt_ms=1,50
 
-Cost: about 25 minutes and 4 GB of memory on 2 cores. Expected: TTFT of every
+Cost: 17 minutes and 4 GB of memory on 2 quiet cores. Expected: TTFT of every
 scheme within 5 % of its bound in both modes; lynx within 3 % of int4.
 """
 

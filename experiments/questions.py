@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from experiments import text_metrics
+from experiments import results, text_metrics
 from experiments.text_metrics import ListMetric, best
 from lynx_jax.config import ConfigError, require
 
@@ -220,15 +220,7 @@ def lines(file: pathlib.Path) -> Iterator[tuple[int, str, Record]]:
   for number, line in enumerate(file.read_bytes().splitlines(), 1):
     place = f'{file}:{number}'
     require(bool(line.strip()), f'{place}: no JSON, it is blank; remove it')
-    try:
-      record = json.loads(line)
-    except ValueError as error:  # of the text's encoding, too
-      raise ConfigError(f'{place}: no JSON: {error}') from error
-    require(
-      isinstance(record, dict),
-      f'{place}: {type(record).__name__} must be an object',
-    )
-    yield number, place, record
+    yield number, place, results.parse(line, place)
   require(number > 0, f'{file}: is empty; it must have one JSON object a line')
 
 

@@ -427,16 +427,24 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   """
   with open(path, 'rb') as file:
     for number, line in enumerate(file, 1):
-      place, remedy = f'{path}:{number}', 'remove that line'
-      try:
-        record = json.loads(line)
-      except ValueError as error:  # of the text's encoding, too
-        raise ConfigError(f'{place}: no JSON: {error}; {remedy}') from error
-      require(
-        isinstance(record, dict),
-        f'{place}: {record!r:.40} must be an object; {remedy}',
-      )
-      yield record
+      yield parse(line, f'{path}:{number}')
+
+
+def parse(line: bytes, place: str) -> dict[str, Any]:
+  """Returns the object of a line of JSON.
+
+  Raises:
+    ConfigError: it holds none; the message begins with `place`.
+  """
+  try:
+    record = json.loads(line)
+  except ValueError as error:  # of the text's encoding, too
+    raise ConfigError(f'{place}: no JSON: {error}; remove that line') from error
+  require(
+    isinstance(record, dict),
+    f'{place}: {record!r:.40} must be an object; remove that line',
+  )
+  return record
 
 
 def _plain(value: Any) -> Any:

@@ -110,7 +110,7 @@ def test_ruler(folder):
       'half a character',
     ),
     ('\udcff', 'no JSON'),
-    ('[1]', 'list must be an object'),
+    ('[1]', '[1] must be an object'),
     ('{"input": "q"}', "'context' is missing"),
     ('{"context": "c"}', "'input' is missing"),
     ('{"context": 3, "input": "q"}', 'context=3 must be of type str'),
