@@ -29,7 +29,9 @@ from lynx_jax import mesh as mesh_lib
 from lynx_jax.models import (
   errors,
   families,
+  gguf_config,
   gguf_file,
+  hf_config,
   paths,
   safetensors_file,
   transformer,
@@ -166,7 +168,7 @@ def _read_gguf(
   path: str | os.PathLike[str], dtype: str
 ) -> tuple[families.Stored, dict[str, _Tensor]]:
   file = gguf_file.read(path)
-  stored = families.of_gguf(file, dtype)
+  stored = gguf_config.read(file, dtype)
   file.check_kinds()
   return stored, {
     name: _Tensor(info.shape, functools.partial(file.rows, name))
@@ -178,7 +180,7 @@ def _read_directory(
   path: str | os.PathLike[str], dtype: str
 ) -> tuple[families.Stored, dict[str, _Tensor]]:
   root = epath.Path(path)
-  stored = families.of_directory(root, dtype)
+  stored = hf_config.read(root, dtype)
   tensors = {
     name: _Tensor(info.shape, info.rows)
     for name, info in safetensors_file.read_directory(root).items()
