@@ -224,16 +224,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
       'example --config=configs/checkpoint.py'
     )
   launch = Launch(**values | {'flags': tuple(values['flags'])})
-  token = 'TOKEN' if dry_run else secrets.token_hex(32)
-  literal = f'--from-literal=token={token}'
-  secret = ['kubectl', 'create', 'secret', 'generic', launch.name, literal]
+  # Arguments of a process can be read by everybody on its machine.
+  token = '--from-file=token=/dev/stdin'
+  secret = ['kubectl', 'create', 'secret', 'generic', launch.name, token]
   apply = ['kubectl', 'apply', '--filename=-']
   text = yaml.safe_dump(manifest(launch), sort_keys=False)
   if dry_run:
-    print(shlex.join(secret))
+    print(f'{shlex.join(secret)} <<< TOKEN')
     print(f"{shlex.join(apply)} <<'YAML'\n{text}YAML")
     return 0
-  for command, given in ((secret, None), (apply, text)):
+  for command, given in ((secret, secrets.token_hex(32)), (apply, text)):
     done = subprocess.run(command, input=given, text=True, check=False)
     if done.returncode:
       return done.returncode

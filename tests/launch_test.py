@@ -235,12 +235,28 @@ def rendered(capsys, *more: str, slice_: str = 'v6e-8') -> dict:
   assert gke.main([*arguments, '--dry-run', *more, '--', *FLAGS]) == 0
   out = capsys.readouterr().out
   secret, apply, *lines, end = out.splitlines()
-  assert shlex.split(secret)[:5] == [
-    *('kubectl', 'create', 'secret', 'generic', 'lynx'),
-  ]
+  assert secret == (
+    'kubectl create secret generic lynx --from-file=token=/dev/stdin <<< TOKEN'
+  )
   assert apply.startswith('kubectl apply')
   assert end == 'YAML'
   return yaml.safe_load('\n'.join(lines))
+
+
+def test_the_token_is_no_argument(tmp_path, monkeypatch):
+  """Everybody on a machine can read those of its processes."""
+  kubectl, log = tmp_path / 'kubectl', tmp_path / 'log'
+  kubectl.write_text(
+    f'#!/bin/bash\n(echo "$@"; cat; echo) >> {shlex.quote(str(log))}\n'
+  )
+  kubectl.chmod(0o755)
+  monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+  arguments = ['--name=lynx', '--slice=v6e-8', '--image=registry/lynx:1']
+  assert gke.main([*arguments, '--', *FLAGS]) == 0
+  secret, token, apply, *_ = log.read_text().splitlines()
+  assert secret == 'create secret generic lynx --from-file=token=/dev/stdin'
+  assert len(token) == 64
+  assert apply == 'apply --filename=-'
 
 
 def test_a_jobset_has_two_jobs_on_slices_of_their_own(capsys):
