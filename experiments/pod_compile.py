@@ -20,10 +20,13 @@ import argparse
 import dataclasses
 import functools
 import json
+import multiprocessing
+import os
 import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -369,7 +372,15 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument(
     '--missing', action='store_true', help='only cells without a record'
   )
+  parser.add_argument(
+    '--jobs',
+    type=int,
+    default=os.cpu_count(),
+    help='cells at a time, each in a process of its own (default: CPU cores)',
+  )
   chosen = parser.parse_args(arguments)
+  if not chosen.jobs or chosen.jobs < 1:
+    parser.error(f'--jobs={chosen.jobs} must be 1 or more')
   words = {w for w in chosen.cells.split(',') if w}
   known = {str(word) for cell in cells() for word in cell.key}
   if not words <= known:
@@ -377,13 +388,16 @@ def main(arguments: list[str] | None = None) -> int:
       f'--cells: no cell has {", ".join(sorted(words - known))}; there are '
       f'{", ".join(sorted(known))}'
     )
-  tpu_compiler.write_no_listings()
+  tpu_compiler.write_no_listings()  # what workers inherit
   records, wrong = load(), []
-  for cell in cells():
-    old = records.get(cell.key)
-    if not words <= {*map(str, cell.key)} or (chosen.missing and old):
-      continue
-    record = records[cell.key] = measure(cell)
+  missing = [
+    cell
+    for cell in cells()
+    if words <= {*map(str, cell.key)}
+    and not (chosen.missing and cell.key in records)
+  ]
+  for cell, record in _measured(missing, chosen.jobs):
+    old, records[cell.key] = records.get(cell.key), record
     ordered = [records[c.key] for c in cells() if c.key in records]
     text = json.dumps(ordered, indent=1)
     FILE.write_text(text + '\n', encoding='utf-8')  # what is done is kept
@@ -397,6 +411,24 @@ def main(arguments: list[str] | None = None) -> int:
   print(table([*records.values()]))
   print('\n'.join(wrong))
   return bool(wrong)
+
+
+def _measured(
+  missing: Sequence[Cell], jobs: int
+) -> Iterator[tuple[Cell, dict[str, Any]]]:
+  """Yields cells with their records, as they are done."""
+  with futures.ProcessPoolExecutor(
+    jobs,
+    # A fork would have the parent's threads and locks.
+    mp_context=multiprocessing.get_context('spawn'),
+    initializer=tpu_compiler.write_no_listings,
+  ) as pool:
+    tasks = {pool.submit(measure, cell): cell for cell in missing}
+    try:
+      for task in futures.as_completed(tasks):
+        yield tasks[task], task.result()
+    finally:  # what has not begun must not hold up a fault, or Ctrl-C
+      pool.shutdown(cancel_futures=True)
 
 
 def _cache_copies(hlo: str, cache: Any) -> list[str]:

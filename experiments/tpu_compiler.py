@@ -3,15 +3,13 @@
 
 It knows no kernel: any JAX function goes in. All figures are *compiled*.
 
-Import it before anything initialises libtpu, which reads its flags once. Only
-one process on a machine can use libtpu at a time; others wait.
+Import it before anything initialises libtpu, which reads its flags once.
+Several processes may compile at a time.
 """
 
 import collections
 import collections.abc
 import dataclasses
-import fcntl
-import functools
 import json
 import math
 import os
@@ -21,9 +19,10 @@ import shutil
 import tempfile
 
 _DUMP = pathlib.Path(tempfile.mkdtemp(prefix='tpu_dump_'))
-_LOCK = pathlib.Path('/tmp/libtpu_lockfile')
 _OWN_FLAGS = os.environ.get('LIBTPU_INIT_ARGS', '')
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+# Else the second process that loads libtpu fails, though none has a chip.
+os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 os.environ['LIBTPU_INIT_ARGS'] = ' '.join(
   (
     _OWN_FLAGS,
@@ -225,29 +224,10 @@ def compile_module(
 
 
 def devices(topology: str) -> list[jax.Device]:
-  """Returns the chips of a topology, such as that of a `Chip`.
-
-  Waits while another process uses libtpu.
-  """
-  _take_turn()
+  """Returns the chips of a topology, such as that of a `Chip`."""
   return topologies.get_topology_desc(
     platform='tpu', topology_name=topology
   ).devices
-
-
-@functools.cache
-def _take_turn() -> object:
-  """Takes the lock that libtpu takes when it is loaded, or else fails at once.
-
-  A POSIX lock is a process's own: libtpu gets it a second time, and keeps it as
-  long as nobody closes the file.
-  """
-  try:
-    file = _LOCK.open('a')
-  except OSError:  # of another user; libtpu says what it thinks of it
-    return None
-  fcntl.lockf(file, fcntl.LOCK_EX)
-  return file
 
 
 def collectives(hlo: str) -> collections.Counter[str]:

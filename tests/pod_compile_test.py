@@ -48,13 +48,24 @@ def test_words_that_pick_no_cell_are_refused(capsys, monkeypatch):
 
 
 @pytest.mark.xdist_group('libtpu')
-def test_a_cell_compiles_as_its_record_says(checked_in):
-  cell = pod_compile.Cell(
-    model='Llama-3.1-8B', topology='v5e-8', stage='split', tokens=32 * 1024
-  )
-  record = pod_compile.measure(cell)
-  assert not [*pod_compile.faults(record, checked_in[cell.key])]
-  assert record.keys() == checked_in[cell.key].keys()
+def test_cells_compile_side_by_side_as_their_records_say(
+  checked_in, monkeypatch, tmp_path
+):
+  file = tmp_path / 'costs.json'
+  file.write_text(pod_compile.FILE.read_text('utf-8'))
+  monkeypatch.setattr(pod_compile, 'FILE', file)
+  words = 'Llama-3.1-8B', 'v5e-8', 'split'
+  assert pod_compile.main([f'--cells={",".join(words)}', '--jobs=2']) == 0
+  made, compiled = pod_compile.load(), set()
+  assert list(made) == list(checked_in)
+  for key, record in made.items():
+    assert record.keys() == checked_in[key].keys()
+    if {*words} <= {*map(str, key)}:
+      compiled.add(key[-1])
+      assert record['compile_s'] > 0
+    else:
+      assert record == checked_in[key]
+  assert compiled == {32 * 1024, 128 * 1024}
 
 
 @pytest.mark.parametrize(
