@@ -90,6 +90,8 @@ class Screen:
   def table(self, records: Iterable[Mapping[str, Any]]) -> None:
     """Prints the comparison: a table a mode, a column a scheme.
 
+    Schemes that a line has no room for have a table of their own below.
+
     Args:
       records: of one study; see `columns_of`.
     """
@@ -97,21 +99,30 @@ class Screen:
     modes = sorted({r['mode'] for r in records if _is_shown(r)}, reverse=True)
     for mode in modes:
       columns = columns_of([r for r in records if r.get('mode') == mode])
-      grid = table.Table(
-        title=f'{mode}, medians', title_justify='left', box=box.SIMPLE_HEAD
-      )
-      grid.add_column('')
-      for scheme in columns:
-        grid.add_column(scheme, justify='right', no_wrap=True)
-      for i, row in enumerate(ROWS):
-        grid.add_row(row.title, *(cells[i] for cells in columns.values()))
-      self._console.print(grid)
+      shown: dict[str, list[str]] = {}
+      for scheme, cells in columns.items():
+        more = shown | {scheme: cells}
+        if shown and not _fits(_medians(mode, more), self._console):
+          self._console.print(_medians(mode, shown))
+          more = {scheme: cells}
+        shown = more
+      self._console.print(_medians(mode, shown))
 
   def grid(
     self, title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
   ) -> None:
-    """Prints any table; names of rows are broken at blanks, never cut."""
-    grid = table.Table(title=title, title_justify='left', box=box.SIMPLE_HEAD)
+    """Prints any table; names of rows are broken where it is too wide.
+
+    Where there is room they are broken at blanks alone. No number is broken.
+    """
+    grid = table.Table(
+      title=title,
+      title_justify='left',
+      box=box.SIMPLE_HEAD,
+      show_edge=False,
+      pad_edge=False,
+      padding=(0, 1, 0, 0),
+    )
     rows = [*rows]
     for i, name in enumerate(header):
       grid.add_column(
@@ -119,13 +130,29 @@ class Screen:
       )
     for row in rows:
       grid.add_row(*map(text.Text, row))
-    room = self._console.options.update(max_width=sys.maxsize)
-    if self._console.measure(grid, options=room).maximum > self._console.width:
-      names = [header[0], *(row[0] for row in rows)]
-      grid.columns[0].width = max(
-        len(word) for name in names for word in name.split() or ['']
-      )
+    if not _fits(grid, self._console):
+      for i, column in enumerate(grid.columns[1:], 1):
+        words = *header[i].split(), *(row[i] for row in rows)
+        column.width = max(map(len, words), default=0)
     self._console.print(grid)
+
+
+def _fits(grid: table.Table, terminal: console.Console) -> bool:
+  room = terminal.options.update(max_width=sys.maxsize)
+  return terminal.measure(grid, options=room).maximum <= terminal.width
+
+
+def _medians(mode: str, columns: Mapping[str, Sequence[str]]) -> table.Table:
+  """Returns the table of the schemes whose cells are given."""
+  grid = table.Table(
+    title=f'{mode}, medians', title_justify='left', box=box.SIMPLE_HEAD
+  )
+  grid.add_column('')
+  for scheme in columns:
+    grid.add_column(scheme, justify='right', no_wrap=True)
+  for i, row in enumerate(ROWS):
+    grid.add_row(row.title, *(cells[i] for cells in columns.values()))
+  return grid
 
 
 class TokenStream:

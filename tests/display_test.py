@@ -8,6 +8,7 @@ import pytest
 from rich import console
 
 from experiments import display, results
+from experiments.schemes import SCHEMES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,13 +200,17 @@ def test_a_grid_cuts_no_name(width):
   assert max(map(len, shown.splitlines())) <= width
 
 
-def test_the_table_is_whole_in_80_columns():
-  file = io.StringIO()
-  schemes = ('bf16', 'int8', 'int4', 'lynx', 'interleaved')
+@pytest.mark.parametrize(
+  'names, tables',
+  [(('bf16', 'int8', 'int4', 'lynx', 'interleaved'), 1), (SCHEMES, 3)],
+)
+def test_the_table_is_whole_in_80_columns(names, tables):
+  file, schemes = io.StringIO(), [*names]
   with display.screen(file) as screen:
     screen.table([_record(scheme, 123.456) for scheme in schemes])
   shown = file.getvalue()
-  for text in (*schemes, *(row.title for row in display.ROWS)):
-    assert text in shown
+  assert all(scheme in shown for scheme in schemes)
+  for row in display.ROWS:
+    assert shown.count(f' {row.title} ') == tables
   assert shown.count('123.456') == len(schemes)
   assert max(map(len, shown.splitlines())) <= 80
