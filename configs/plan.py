@@ -21,7 +21,7 @@ def get_config(arg: str | None = None):
   """Returns the run; `arg` is a latency study's records to predict first."""
   values = smollm2.get_config()
   values.study = 'plan'
-  values.scheme = 'bf16,int8,int4,lynx'
+  values.scheme = 'bf16,int8,int4,lynx,lynx_2bit'
   values.mode = 'serial,overlapped'
   values.engine.layer_groups = 8
   values.plan.records = arg or 'docs/records/latency.jsonl'

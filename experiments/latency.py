@@ -227,15 +227,15 @@ def _seen_gbps(engine: Engine, prompt: list[int], rtt_ms: float) -> float:
 
 
 def _advised(settings, model, texts, plan: _Plan, screen) -> schemes.Scheme:
-  """Returns the scheme whose first token comes soonest, by the planner.
+  """Returns the scheme whose first tokens stay soonest, by the planner.
 
   Costs are those of INT8 just measured; an Anchor-only step is taken to cost as
   much. Of several prompts, links and modes the sum decides.
   """
-  first_s = {}
+  stays_s = {}
   for scheme in settings.schemes:
     wire = WireFormat(model.config, scheme.codec, scheme.engine(plan.engine))
-    first_s[scheme.name] = sum(
+    stays_s[scheme.name] = sum(
       planner.simulate(
         [
           planner.Ask(
@@ -248,21 +248,22 @@ def _advised(settings, model, texts, plan: _Plan, screen) -> schemes.Scheme:
         planner.steady(
           case.prefill_s / (wire.token_chunks(len(texts[case.prompt])) - 1),
           plan.int8_step_s,
+          planner.acceptance(scheme),
         ),
         mode=mode,
         rate_gbps=case.seen_gbps,
         rtt_ms=case.rtt_ms,
       )
       .outcomes[0]
-      .provisional_s
+      .stays_s
       for case in plan.cases
       for mode in settings.modes
     )
-  chosen = planner.best(first_s)
+  chosen = planner.best(stays_s)
   runs = len(plan.cases) * len(settings.modes)
   screen.note(
-    f'scheme=auto takes {chosen}; predicted time to the first token: '
-    + ', '.join(f'{name} {s / runs:.3g} s' for name, s in first_s.items())
+    f'scheme=auto takes {chosen}; predicted time to tokens that stay: '
+    + ', '.join(f'{name} {s / runs:.3g} s' for name, s in stays_s.items())
   )
   return next(s for s in settings.schemes if s.name == chosen)
 

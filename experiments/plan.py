@@ -41,7 +41,6 @@ _COMPUTE_SHARE = 0.5  # of the peak, in prefill and verification
 _MEMORY_SHARE = 0.8  # of the HBM rate, in a decode step
 _COLLECTIVE_S = 10e-6  # two a layer, on a slice of several chips
 _FREE_MEMORY = 0.1  # stays free
-_ACCEPTANCE = 0.95  # of a 4-bit Anchor, per draft (docs/decoding.md)
 _OUTPUT_TOKENS = 64
 # Of a prompt, and of at least 1,024 tokens each. Fewer in large loads, as are
 # chunks, which keeps a simulation near a second: their grain is soon too fine
@@ -128,7 +127,7 @@ def run(
     )
   )
   environment = results.environment() | {'device': None}
-  advised: collections.Counter[str] = collections.Counter()
+  advice: list[dict[str, Any]] = []
   for i, cell in enumerate(cells):
     name = _cell_name(*cell)
     with screen.step(f'{i + 1} of {len(cells)}: {name}'):
@@ -139,20 +138,33 @@ def run(
         ]
         for record in records:
           writer.write(record)
-        first_s = {
-          r['scheme']: r['ttft_provisional_s']
+        stays_s = {
+          r['scheme']: r['plan']['stays_s']
           for r in records
-          if r['ttft_provisional_s'] is not None
+          if 'stays_s' in r['plan']
         }
-        if any(scheme in first_s for scheme in FAITHFUL):
-          advised[planner.best(first_s)] += 1
+        if any(scheme in stays_s for scheme in FAITHFUL):
+          best = planner.best(stays_s)
+          advice.append(
+            {
+              'mode': mode.value,
+              'in_flight': cell[-1],
+              'link_gbps': cell[-2],
+              'scheme': best,
+              'int8_over_it': (
+                stays_s['int8'] / stays_s[best] if 'int8' in stays_s else None
+              ),
+            }
+          )
+  writer.write(results.rows_record(rows=advice))
   for scheme in FAITHFUL:
+    count = sum(one['scheme'] == scheme for one in advice)
     writer.write(
       results.summary_record(
         f'best_{scheme}',
-        advised[scheme] / max(1, advised.total()),
+        count / max(1, len(advice)),
         '',
-        advised.total(),
+        len(advice),
         label='projected',
       )
     )
@@ -162,6 +174,45 @@ def _cell_name(model, slice_name, prompt_tokens, rate_gbps, in_flight) -> str:
   return (
     f'{model.name}/{slice_name}/{prompt_tokens}/{rate_gbps:g}Gbps/{in_flight}'
   )
+
+
+def tables(records: Sequence[Record]) -> list[Any]:
+  """Returns (caption, header, rows): what is advised, and what that gains."""
+  found = [
+    r['detail']['rows'] for r in records if r.get('name') == results.ROWS
+  ]
+  advice = found[-1] if found else []
+  rates = sorted({one['link_gbps'] for one in advice})
+  loads: dict[Any, dict[float, list[Record]]] = {}
+  for one in advice:
+    at = loads.setdefault((one['in_flight'], one['mode']), {})
+    at.setdefault(one['link_gbps'], []).append(one)
+  gains, schemes = [], []
+  for (in_flight, mode), by_rate in sorted(
+    loads.items(), key=lambda load: (load[0][0], load[0][1] != 'serial')
+  ):
+    name = f'{in_flight:,} at once' if in_flight > 1 else 'one request'
+    cells = [by_rate.get(rate, []) for rate in rates]
+    gains.append([f'{name}, {mode}', *map(_gain, cells)])
+    schemes.append([f'{name}, {mode}', *map(_advised, cells)])
+  header = ['load', *map(drawing.rate, rates)]
+  return [
+    ('Advice: schemes, and in how many cells each', header, schemes),
+    ('Gain: time of INT8 over that of the scheme advised', header, gains),
+  ]
+
+
+def _gain(cell: Sequence[Record]) -> str:
+  known = [o['int8_over_it'] for o in cell if o['int8_over_it'] is not None]
+  if not known:
+    return '–'
+  low, high = f'{min(known):.2f}', f'{max(known):.2f}'
+  return low if low == high else f'{low}–{high}'
+
+
+def _advised(cell: Sequence[Record]) -> str:
+  counts = collections.Counter(one['scheme'] for one in cell)
+  return ', '.join(f'{n} {counts[n]}' for n in FAITHFUL if counts[n]) or '–'
 
 
 def draw(records: Sequence[Record]) -> list[drawing.Drawing]:
@@ -188,7 +239,7 @@ def weight_bytes(model: ModelConfig) -> int:
 
 
 def roofline(
-  model: ModelConfig, where: Slice, wire: WireFormat
+  model: ModelConfig, where: Slice, wire: WireFormat, acceptance: float
 ) -> planner.Costs:
   """Returns *projected* costs: operations and bytes over the chips' rates.
 
@@ -201,6 +252,7 @@ def roofline(
     model: its dimensions.
     where: the slice; prefill and decode have one each.
     wire: of the scheme; its bytes are what attention reads.
+    acceptance: chance that a draft is accepted; see `planner.Costs`.
   """
   record = calibrate.load(where.kind) or {}
   hbm_gbyte_s = record.get('hbm_gbyte_s') or where.hbm_gbyte_s
@@ -236,7 +288,7 @@ def roofline(
     draft_s=functools.partial(step_s, anchor=True, rows=1),
     verify_s=functools.partial(step_s, anchor=False, rows=rows),
     plain_s=functools.partial(step_s, anchor=False, rows=1),
-    acceptance=_ACCEPTANCE,
+    acceptance=acceptance,
   )
 
 
@@ -310,7 +362,7 @@ def predict(
         dataclasses.replace(
           wire, engine=dataclasses.replace(wire.engine, slots=slots)
         ),
-        roofline(model, where, wire),
+        roofline(model, where, wire, planner.acceptance(scheme)),
         mode=mode,
         rate_gbps=rate_gbps,
         rtt_ms=settings.link.rtt_ms,
@@ -328,6 +380,7 @@ def predict(
         'bound_ttft_s': median('bound_s') if in_flight == 1 else None,
       }
       record['plan'] |= {
+        'stays_s': median('stays_s'),
         'link_use': prediction.link_use,
         'prefill_use': prediction.prefill_use,
         'decode_use': prediction.decode_use,

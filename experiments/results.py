@@ -21,7 +21,7 @@ FILE = 'results.jsonl'
 CODEC, EQUIVALENCE = 'codec', 'equivalence'  # names of `event`s
 FIDELITY = 'fidelity'
 PEERS = 'peers'
-CELL, ROWS = 'cell', 'rows'  # of an ablation
+CELL, ROWS = 'cell', 'rows'  # of an ablation; rows also of a plan
 
 # Of a `request` record. Times are seconds since the request's arrival on one
 # monotonic clock; what is not known is null, never 0.
@@ -197,10 +197,10 @@ def cell_record(key: str, **detail: Any) -> dict[str, Any]:
 
 
 def rows_record(**detail: Any) -> dict[str, Any]:
-  """Builds the `event` record of what all cells of an ablation have given.
+  """Builds the `event` record of what all cells of a study have given.
 
   Args:
-    **detail: rows, unfinished cells, and figures of heatmaps.
+    **detail: rows; of an ablation also unfinished cells, and heatmaps.
   """
   return _moment(ROWS, None, detail)
 

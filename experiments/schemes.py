@@ -60,13 +60,14 @@ SCHEMES = {
   'int4': SchemeKind(planes=(4,)),
   'kivi4': SchemeKind(planes=None, codec=KIVI_4),
   'lynx': SchemeKind(planes=None),
+  'lynx_2bit': SchemeKind(planes=(2, 2, 4)),
   'lynx_exact': SchemeKind(planes=None, exact=True),
   'interleaved': SchemeKind(planes=None, order=Order.INTERLEAVED),
 }
 
 
-# Those whose output is that of 8 bits or better, the most faithful first.
-FAITHFUL = ('bf16', 'int8', 'lynx')
+# Those whose output is that of 8 bits or better, the simplest first.
+FAITHFUL = ('bf16', 'int8', 'lynx', 'lynx_2bit')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,12 @@ from experiments.drawing import Drawing, Table
 from experiments.schemes import FAITHFUL
 
 Record = Mapping[str, Any]
-_ADVISED = {'bf16': 'white', 'int8': '#d9e6ef', 'lynx': '#f5c9a8'}
+_ADVISED = {
+  'bf16': 'white',
+  'int8': '#d9e6ef',
+  'lynx': '#f5c9a8',
+  'lynx_2bit': '#e89a62',
+}
 
 
 def draw(records: Sequence[Record]) -> list[Drawing]:
@@ -105,16 +110,16 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
   loads = sorted({c['plan']['in_flight'] for c in cells})
   lengths = sorted({c['prompt_tokens'] for c in cells})
   rates = sorted({c['link_gbps'] for c in cells})
-  first_s: dict[tuple, dict[str, float]] = {}
+  stays_s: dict[tuple, dict[str, float]] = {}
   for c in cells:
     place = c['model'], c['plan']['slice'], c['plan']['in_flight']
-    at = first_s.setdefault((*place, c['prompt_tokens'], c['link_gbps']), {})
-    if c['ttft_provisional_s'] is not None:
-      at[c['scheme']] = c['ttft_provisional_s']
+    at = stays_s.setdefault((*place, c['prompt_tokens'], c['link_gbps']), {})
+    if 'stays_s' in c['plan']:
+      at[c['scheme']] = c['plan']['stays_s']
   rows = []
   with drawing.look():
     figure = Figure(
-      (drawing.WIDTH_IN, 0.4 + len(sides) * (0.34 + 0.2 * len(lengths))),
+      (drawing.WIDTH_IN, 0.4 + len(sides) * (0.34 + 0.26 * len(lengths))),
       layout='constrained',
     )
     grid = figure.subplots(len(sides), len(loads), squeeze=False)
@@ -122,7 +127,7 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
       for load, axes in zip(loads, line, strict=True):
         for y, length in enumerate(lengths):
           for x, rate in enumerate(rates):
-            known = first_s.get((*side, load, length, rate), {})
+            known = stays_s.get((*side, load, length, rate), {})
             words, color = _advice(known)
             axes.add_patch(
               patches.Rectangle(
@@ -130,7 +135,12 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
               )
             )
             axes.text(
-              x + 0.5, y + 0.5, words, ha='center', va='center', fontsize=5.6
+              x + 0.5,
+              y + 0.5,
+              words.replace(' ', '\n'),
+              ha='center',
+              va='center',
+              fontsize=5.6,
             )
             rows.append(
               (*side, str(load), f'{length:,}', drawing.rate(rate), words)
@@ -155,16 +165,16 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
     drawing.foot(
       figure,
       [*map(selection.Trace, cells)],
-      f'{mode}; the scheme that is advised, and TTFT of INT8 over its own',
+      f'{mode}; the scheme that is advised, and the time of INT8 over its own',
     )
   return Drawing(
     f'advice_{mode}',
     f'Which scheme to send, {mode}',
     figure,
     'Projected. In each cell the scheme that is advised, and how much sooner '
-    'its first token of decode is there than that of INT8; rows are prompt '
-    'lengths. bf16 is advised where it is within 3 % of the fastest, then '
-    'int8. A dash: no request fits into the memory of the slice.',
+    'its first eight tokens of decode are there to stay than those of INT8; '
+    'rows are prompt lengths. bf16 is advised where it is within 3 % of the '
+    'fastest, then int8. A dash: no request fits into the memory of the slice.',
     '; '.join(' '.join(row) for row in rows),
     Table(
       ('model', 'slice', 'requests', 'prompt', 'link', 'advice'), tuple(rows)
@@ -172,11 +182,11 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
   )
 
 
-def _advice(first_s: Mapping[str, float]) -> tuple[str, str]:
+def _advice(stays_s: Mapping[str, float]) -> tuple[str, str]:
   """Returns the words of a cell, and its colour."""
-  if not set(FAITHFUL) & set(first_s):
+  if not set(FAITHFUL) & set(stays_s):
     return '–', drawing.FAINT
-  name = planner.best(first_s)
-  if 'int8' not in first_s or name == 'int8':
+  name = planner.best(stays_s)
+  if 'int8' not in stays_s or name == 'int8':
     return name, _ADVISED[name]
-  return f'{name} {first_s["int8"] / first_s[name]:.2f}', _ADVISED[name]
+  return f'{name} {stays_s["int8"] / stays_s[name]:.2f}', _ADVISED[name]
