@@ -3,11 +3,11 @@
 #
 #   make demo      the main job on a real model, with a table at the end
 #   make latency   the latency study: five prompts, both modes (17 minutes)
-#   make baselines  one prompt and every baseline, both modes (not timed yet)
+#   make baselines  one prompt and every baseline, both modes (22 minutes)
 #   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
-#   make ablation  24 cells on a real model, one change each (25 minutes)
-#   make fidelity  how far each scheme's output is from bf16's (15 minutes)
+#   make ablation  24 cells on a real model, one change each (24 minutes)
+#   make fidelity  how far each scheme's output is from bf16's (31 minutes)
 #   make peers     other KV caches beside ours: formulas, and their own code
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
 #   make pod-compile  the programs of 8B and 70B models for slices of TPU chips

@@ -13,10 +13,9 @@ a grid as well, such as four rates (96 cells):
 
     --config.ablation.axes='link.rate_gbps=0.01|0.03|0.1|0.3'
 
-Cost: 15 to 25 minutes and 4 GB of memory on 2 cores (projected: the first 7
-cells took 4.5 minutes on 2 cores that others used too; 17 of the 24 make an
-engine of their own, which takes a minute). Expected: TTFT of every cell within
-5 % of its bound; a coarser Anchor has less TTFT and more KL.
+Cost: 24 minutes and 4 GB of memory on 2 cores, of which another program took
+what was left over. Expected: TTFT of every cell within 5 % of its bound; a
+coarser Anchor has less TTFT and more KL.
 """
 
 from configs import smollm2

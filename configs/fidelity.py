@@ -13,10 +13,9 @@ Published benchmarks, from files that you have:
     --config.fidelity.parts=longbench,ruler --config.fidelity.longbench=DATA \
       --config.fidelity.longbench_config=CONFIG --config.fidelity.ruler=DATA
 
-Cost: the parts on the shipped prompts took 10 minutes and 30 synthetic prompts
-of 512 and 1,024 tokens 8, on 2 cores that two other programs shared; the 15 of
-1,984 tokens are not timed. Expected: the answers of int8 and lynx are those of
-bf16 on all synthetic prompts; lynx_exact equals bf16 in every figure.
+Cost: 31 minutes on 2 cores, of which another study took most for 22. Expected:
+the answers of int8 and lynx are those of bf16 on nearly all synthetic prompts;
+lynx_exact equals bf16 in every figure.
 """
 
 from configs import smollm2

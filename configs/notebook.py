@@ -21,7 +21,7 @@ def get_config(arg: str | None = None):
   values.study = 'notebook'
   values.scheme = 'int8,lynx'
   values.repeats = 1
-  # Whole groups: 64 recent tokens and 5 of 128.
-  values.prompt_tokens = 704
+  # Whole groups: 64 recent tokens and 3 of 128.
+  values.prompt_tokens = 448
   values.output_tokens = 24
   return values

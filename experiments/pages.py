@@ -76,7 +76,26 @@ STUDIES = {
   'latency': Study(
     command='make latency',
     minutes=17,
-    figures={'ttft.png': 'ttft', 'acceptance.png': 'acceptance'},
+    figures={'acceptance.png': 'acceptance'},
+  ),
+  'baselines': Study(
+    command='make baselines',
+    minutes=22,
+    figures={'ttft_baselines.png': 'ttft'},
+  ),
+  'ablation': Study(
+    command='make ablation',
+    minutes=24,
+    figures={'bits_and_kl.png': 'bits_and_kl'},
+    requests=False,
+  ),
+  'fidelity': Study(
+    command='make fidelity',
+    minutes=31,
+    figures={
+      'fidelity.png': 'fidelity_forced',
+      'fidelity_tasks.png': 'fidelity_tasks',
+    },
   ),
   'plan': Study(
     command='make plan',
