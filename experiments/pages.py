@@ -97,6 +97,7 @@ STUDIES = {
       'fidelity_tasks.png': 'fidelity_tasks',
     },
   ),
+  'peers': Study(command='make peers', minutes=None),
   'plan': Study(
     command='make plan',
     minutes=16,

@@ -241,7 +241,9 @@ class _Run:
     self._free = wire.engine.slots
     self._waiting: collections.deque[_Slot] = collections.deque()
     self._here: dict[int, _Slot] = {}  # admitted
-    self._prefilled: dict[int, _Slot] = {}  # of those
+    # Of those, who could be in the next program; see `_place`.
+    self._drafting: dict[int, _Slot] = {}
+    self._decoding: dict[int, _Slot] = {}
     self._prefills: collections.deque[_Slot] = collections.deque()
     self._busy = dict.fromkeys(('prefill', 'link', 'decode'), False)
     self._used = dict.fromkeys(self._busy, 0.0)
@@ -341,9 +343,9 @@ class _Run:
 
   def _prefill_done(self, now_s: float, slot: _Slot) -> None:
     slot.token_1 = True
-    self._prefilled[slot.key] = slot
     if slot.wanted == 1:
       self._finish(now_s, slot)
+    self._place(slot)
     self._decode(now_s)
 
   # The link.
@@ -372,22 +374,34 @@ class _Run:
     if chunk.residual_bytes:
       slot.outcome.residual_s = since_s
     if not slot.missing[chunk.stream]:  # else there is nothing new to do
+      self._place(slot)
       self._decode(now_s)
 
   # Decode.
+
+  def _place(self, slot: _Slot) -> None:
+    """Notes what a slot can do next; after every change of it.
+
+    To ask all slots before every program took most of a simulation of many.
+    """
+    here = slot.key in self._here
+    room = min(self._wire.engine.backlog_tokens, slot.wanted - slot.committed)
+    drafts = slot.drafts and slot.shown - slot.committed < room
+    for slots, fits in (
+      (self._drafting, drafts),
+      (self._decoding, slot.decodes),
+    ):
+      if here and fits:
+        slots[slot.key] = slot
+      else:
+        slots.pop(slot.key, None)
 
   def _decode(self, now_s: float) -> None:
     """Starts the next program, those who wait for their first token first."""
     if self._busy['decode']:
       return
-    most = self._wire.engine.backlog_tokens
-    drafting = [
-      slot
-      for slot in self._prefilled.values()
-      if slot.drafts
-      and slot.shown - slot.committed < min(most, slot.wanted - slot.committed)
-    ]
-    decoding = [slot for slot in self._prefilled.values() if slot.decodes]
+    drafting = [*self._drafting.values()]
+    decoding = [*self._decoding.values()]
     new = any(slot.shown == 1 for slot in drafting)
     if drafting and (new or not decoding or not self._drafted_last):
       self._drafted_last = True
@@ -419,11 +433,13 @@ class _Run:
       slot.shown += 1
       if slot.committed == 1:
         slot.drafts_s.append(now_s - slot.outcome.ask.arrival_s)
+      self._place(slot)
     self._decode(now_s)
 
   def _decoded(self, now_s: float, slots: list[_Slot]) -> None:
     for slot in slots:
       self._commit(now_s, slot, 1)
+      self._place(slot)
     self._decode(now_s)
 
   def _verified(self, now_s: float, slots: list[_Slot]) -> None:
@@ -436,11 +452,13 @@ class _Run:
       self._commit(now_s, slot, accepted + 1)
       # After a rejection nothing stays; else the rest is next.
       slot.shown += max(0, left) if accepted == tried else 0
+      self._place(slot)
     self._decode(now_s)
 
   def _rounded(self, now_s: float, slots: list[_Slot]) -> None:
     for slot in slots:
       self._commit(now_s, slot, 1 + self._accepted(self._drafts))
+      self._place(slot)
     self._decode(now_s)
 
   def _accepted(self, tried: int) -> int:
@@ -479,7 +497,6 @@ class _Run:
     if self._scheduler.queued_bytes(slot.key):
       self._scheduler.cancel(slot.key)
     del self._here[slot.key]
-    del self._prefilled[slot.key]
     self._free += 1
     self._admit(now_s)
 
