@@ -100,7 +100,7 @@ STUDIES = {
   'peers': Study(command='make peers', minutes=None),
   'plan': Study(
     command='make plan',
-    minutes=16,
+    minutes=18,
     figures={'predicted.png': 'predicted'},
     requests=False,
   ),

@@ -156,7 +156,7 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
         axes.tick_params(length=0)
         for spine in axes.spines.values():
           spine.set_visible(False)
-        many = f'{load:,} requests at once' if load > 1 else 'one request'
+        many = f'{load:,} at once' if load > 1 else 'one request'
         axes.set_title(f'{side[0]} on {side[1]}, {many}', loc='left')
     for axes in grid[-1]:
       axes.set_xlabel('rate of the link, Gbit/s')
