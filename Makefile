@@ -11,7 +11,7 @@
 #   make peers     other KV caches beside ours: formulas, and their own code
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
 #   make pod-compile  the programs of 8B and 70B models for slices of TPU chips
-#   make notebook  executes experiments/lynx_colab.ipynb (2 minutes)
+#   make notebook  executes experiments/lynx_colab.ipynb (4 minutes)
 #   make figures   redraws the figures of README and docs, compares numbers
 #   make docs      writes what is generated in README and docs
 #   make test      lint, types and the whole test suite

@@ -8,8 +8,9 @@ executes `experiments/lynx_colab.ipynb`; its run without the notebook is
     python -m experiments.main --config=configs/notebook.py \
         --workdir=runs/notebook
 
-Cost: 2 minutes and 3 GB of memory on 2 cores. Expected: Lynx shows its first
-token of decode in 0.8 of INT8's time; both outputs equal their references.
+Cost: 2 to 4 minutes and 3 GB of memory on 2 cores. Expected: Lynx shows its
+first token of decode in 0.8 of INT8's time; both outputs equal their
+references.
 """
 
 from configs import smollm2

@@ -106,7 +106,7 @@ STUDIES = {
   ),
   'notebook': Study(
     command='make notebook',
-    minutes=2,
+    minutes=4,
     figures={'split.png': 'split', 'steps.png': 'steps'},
   ),
   'sampling': Study(
