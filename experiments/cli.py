@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # it imports JAX
   from experiments import sides
 
 # Runs a study: writes records, shows what happens.
-Study = Callable[[config.Settings, results.Writer, display.Screen], None]
+Study = Callable[[config.Settings, results.Writer, display.Screen], object]
 
 USER_MISTAKE = 2
 _PREFLIGHT = 'preflight'  # a page, and no records

@@ -101,6 +101,7 @@ def base() -> ml_collections.ConfigDict:
         'drafter': library.drafter.value,
         'sharpen': library.sharpen,
         'layer_ready': library.layer_ready,
+        'fused_rounds': library.fused_rounds,
         # None: the best that can serve.
         'implementation': config_dict.placeholder(str),
       },

@@ -47,7 +47,8 @@ def run(
   remote: serving.Remote | None = None,
   model: serving.Model | None = None,
   profile: str | os.PathLike[str] | None = None,
-) -> None:
+  plan: 'Plan | None' = None,
+) -> 'Plan':
   """Runs the study and writes its records; prefill may run elsewhere.
 
   Into `profile` goes a trace of the first repeat of the first prompt and link.
@@ -64,9 +65,12 @@ def run(
     screen: shows what happens.
     remote: where prefill runs; None is this process.
     model: that of the settings, where it is loaded already.
+    plan: what another run returned, for the same prompts and engine over the
+      same links; this one measures none of it again.
 
   Raises:
-    ConfigError: prompts, model, schemes or engine do not fit together.
+    ConfigError: prompts, model, schemes or engine do not fit together, or the
+      plan is of others.
   """
   if model is None:
     with screen.step(f'loading {settings.model_path}'):
@@ -96,7 +100,15 @@ def run(
   if remote is not None:
     remote.side.require_same(settings, texts)
     agreed = remote.side.agreed
-  plan = _plan(settings, model, texts, screen, connect, agreed)
+  base = dataclasses.replace(
+    settings.engine, prompt_tokens=max(map(len, texts.values()))
+  )
+  int8 = schemes.scheme('int8', settings.codec)
+  for scheme in (int8, *settings.schemes):
+    check_together(model.config, scheme.codec, base)
+  if plan is None:
+    plan = _plan(settings, int8, base, texts, screen, connect, agreed)
+  plan.require_of(base, texts)
   if settings.auto:
     chosen = _advised(settings, model, texts, plan, screen)
     settings = dataclasses.replace(settings, schemes=(chosen,))
@@ -125,6 +137,7 @@ def run(
   for record in summaries.acceptance(study.acceptances):
     writer.write(record)
   screen.note(f'records: {writer.path}')
+  return plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,25 +153,31 @@ class _Case:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class Plan:
   """What was decided after measuring prefill and a decode step of INT8."""
 
   cases: tuple[_Case, ...]
   engine: EngineConfig
   int8_step_s: float
 
+  def require_of(
+    self, engine: EngineConfig, texts: Mapping[str, list[int]]
+  ) -> None:
+    """Raises `ConfigError` unless it is of these prompts and this engine."""
+    planned = dataclasses.replace(self.engine, chunk_bytes=engine.chunk_bytes)
+    names = sorted({case.prompt for case in self.cases})
+    require(
+      names == sorted(texts) and planned == engine,
+      f'the plan is of {names} with {planned}, the run of {sorted(texts)} with '
+      f'{engine}; run without a plan',
+    )
 
-def _plan(settings, model, texts, screen, connect, agreed) -> _Plan:
+
+def _plan(settings, int8, base, texts, screen, connect, agreed) -> Plan:
   """Measures every prompt's prefill and an INT8 step, and sets the rates.
 
   Chunks and programs follow from what is measured, so processes agree on it.
   """
-  int8 = schemes.scheme('int8', settings.codec)
-  base = dataclasses.replace(
-    settings.engine, prompt_tokens=max(map(len, texts.values()))
-  )
-  for scheme in (int8, *settings.schemes):
-    check_together(model.config, scheme.codec, base)
   cases, longest_chunks = [], []
   with (
     screen.step('measuring prefill and a decode step'),
@@ -204,7 +223,7 @@ def _plan(settings, model, texts, screen, connect, agreed) -> _Plan:
         least_s = prefill_s + step_s  # no bound is shorter
         longest_chunks.append(_CHUNK_SHARE * least_s * rate_gbps * 1e9 / 8)
   chunk_bytes = max(1, min(base.chunk_bytes, int(min(longest_chunks))))
-  return _Plan(
+  return Plan(
     cases=tuple(cases),
     engine=dataclasses.replace(base, chunk_bytes=chunk_bytes),
     int8_step_s=step_s,
@@ -226,7 +245,7 @@ def _seen_gbps(engine: Engine, prompt: list[int], rtt_ms: float) -> float:
   return result.anchor_bytes * 8 / 1e9 / max(seconds, 1e-6)
 
 
-def _advised(settings, model, texts, plan: _Plan, screen) -> schemes.Scheme:
+def _advised(settings, model, texts, plan: Plan, screen) -> schemes.Scheme:
   """Returns the scheme whose first tokens stay soonest, by the planner.
 
   Costs are those of INT8 just measured; an Anchor-only step is taken to cost as
@@ -285,7 +304,7 @@ class _Study:
   """The engines of a run, and what they have yielded."""
 
   def __init__(
-    self, settings, model, texts, plan: _Plan, writer, screen, connect
+    self, settings, model, texts, plan: Plan, writer, screen, connect
   ):
     self._settings, self._model, self._texts = settings, model, texts
     self._plan, self._writer, self._screen = plan, writer, screen

@@ -457,6 +457,9 @@ class EngineConfig:
       planes, before the rest is there; else they read the Anchor alone.
     layer_ready: the first verification runs layer group by layer group as
       their Residual lands; else it waits for all of it.
+    fused_rounds: after arrival, rounds of draft → verify → commit run inside
+      one program; else each step is a program of its own. That costs a
+      dispatch a step, and spares compiling all layers twice in one program.
     implementation: of the kernels; None takes the best that can serve.
   """
 
@@ -473,6 +476,7 @@ class EngineConfig:
   drafter: Drafter = Drafter.ANCHOR
   sharpen: bool = True
   layer_ready: bool = True
+  fused_rounds: bool = True
   implementation: str | None = None
 
   def __post_init__(self):

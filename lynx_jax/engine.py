@@ -307,7 +307,7 @@ class Engine:
       self._continuation.warm_up(self._sender.warm_up())
     if self.codec.generated:
       self._pack(0, self.config.prompt_tokens + self.codec.group)
-    if self._drafts(self.codec.target):
+    if self._drafts(self.codec.target) and self.config.fused_rounds:
       self.time_step(Step.ROUND)
     if self._has_residual and self.config.sharpen:
       self.time_step(Step.SHARP)
@@ -879,6 +879,8 @@ class Engine:
       changed = self._decoder.verify(*arguments, rows=1, target=target)
     elif proposes or plain:
       changed = self._decoder.verify(*arguments, target=target)
+    elif not self.config.fused_rounds:
+      changed = self._decoder.one_round(*arguments, drafts, target)
     else:
       adapts = self.config.draft_tokens is None
       most = 1 if looks_up else _ADAPTED_ROUNDS if adapts else _UNBOUNDED

@@ -41,6 +41,7 @@ import pytest
 from tests import shape_check
 
 jax.config.update('jax_num_cpu_devices', 8)
+jax.devices()  # before a test runs a study, which makes as many as it needs
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 

@@ -226,6 +226,7 @@ class Bench:
       'draft_tokens',
       'backlog_tokens',
       'drafter',
+      'fused_rounds',
       'layer_ready',
       'sharpen',
     }

@@ -240,6 +240,7 @@ def _batches(draw, name):
       'backlog_tokens': draw(st.integers(1, setup.config.backlog_tokens)),
       'layer_ready': draw(st.booleans()),
       'sharpen': draw(st.booleans()),
+      'fused_rounds': draw(st.booleans()),
       'drafter': draw(st.sampled_from(setup.drafters)),
       # As if verification took for ever: it begins with the first layer group.
       'costs': draw(st.sampled_from([None, Costs(1.0, 1e9, 1.0)])),
@@ -270,6 +271,7 @@ def _all_samplings(name, drafter):
     'backlog_tokens': setup.config.backlog_tokens,
     'layer_ready': True,
     'sharpen': False,
+    'fused_rounds': True,
     'drafter': drafter,
     'costs': None,
   }

@@ -270,7 +270,7 @@ def test_auto_follows_the_link(rate_gbps, mode, advice, capsys):
       study,
       types.SimpleNamespace(config=MODEL),
       {'book': [0] * 1984},
-      latency._Plan(cases=(case,), engine=ENGINE, int8_step_s=STEP_S),
+      latency.Plan(cases=(case,), engine=ENGINE, int8_step_s=STEP_S),
       screen,
     )
   assert chosen.name == advice

@@ -401,6 +401,20 @@ class Decoder:
     )
     return dataclasses.replace(cache, tail=tail), slots
 
+  def one_round(
+    self,
+    params: nnx.State,
+    cache: Cache,
+    slots: Slots,
+    wanted: np.ndarray,
+    draft_tokens: int,
+    target: Target = Target.PLANES,
+  ) -> tuple[Cache, Slots]:
+    """Does what one of the `rounds` does, with the programs of single steps."""
+    for _ in range(draft_tokens):
+      cache, slots = self.draft(params, cache, slots, wanted, draft_tokens)
+    return self.verify(params, cache, slots, wanted, target=target)
+
   def grow(
     self, cache: Cache, slots: Slots, state: Slots
   ) -> tuple[Cache, Slots]:

@@ -230,8 +230,13 @@ class Publisher:
       while not self._closed:
         now_s = time.monotonic()
         outstanding = self._scheduler.outstanding_bytes()
+        first = self._scheduler.peek(now_s)
         left_s = patience_s
-        if not outstanding or outstanding < self._window_bytes:
+        if (
+          first is None
+          or not outstanding
+          or outstanding + first.bytes <= self._window_bytes
+        ):
           if (chunk := self._scheduler.next(now_s)) is not None:
             return chunk
           # A Residual that does not fit waits for `landed`, which notifies.
