@@ -79,6 +79,9 @@ def run(
   else:
     ahead = {cell.key: cell for cell in mine if cell.key not in known}
     screen.note(f'{len(mine)} cells, of which {len(ahead)} are to be run')
+    if not mine:
+      i, n = study.shard
+      screen.note(f'part {i} of {n} has none: there are {len(everything)}')
     _run([*ahead.values()], writer, screen, start)
   records = [*results.read(writer.path)]
   known, rows = (
@@ -194,8 +197,13 @@ def _merge(
   screen: display.Screen,
 ) -> None:
   """Copies finished cells of other folders, with their requests."""
-  for folder in folders:
-    records = [*results.read(pathlib.Path(folder) / results.FILE)]
+  paths = [pathlib.Path(folder) / results.FILE for folder in folders]
+  absent = [str(path) for path in paths if not path.exists()]
+  require(
+    not absent, f'ablation.merge: {", ".join(absent)} not found; run its shard'
+  )
+  for folder, path in zip(folders, paths, strict=True):
+    records = [*results.read(path)]
     requests = cell_rows.requests(records)
     found = cell_rows.finished(records)
     taken = [key for key in found if key in wanted]

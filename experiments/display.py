@@ -8,6 +8,7 @@ printed, and what was taken back is told in brackets.
 
 import contextlib
 import dataclasses
+import io
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from experiments import summaries
 from experiments.schemes import SCHEMES
 
 PROVISIONAL_STYLE = 'dim underline'
+_LEAST_COLUMNS = 40
 
 # Decodes token ids to text; a text that ends inside a character may hold
 # U+FFFD there, which is not shown.
@@ -31,6 +33,8 @@ def screen(
 ) -> Iterator['Screen']:
   """Yields a screen on `stream`, standard output by default, or on nothing."""
   stream = sys.stdout if stream is None else stream
+  if isinstance(stream, io.TextIOWrapper):  # a mark may be lost, no run is
+    stream.reconfigure(errors='replace')
   shown = console.Console(
     file=stream,
     highlight=False,
@@ -38,6 +42,9 @@ def screen(
     quiet=quiet,
     force_terminal=False if quiet else None,  # no line that moves, either
   )
+  # A narrower terminal breaks the lines: no table could be read in it.
+  if shown.width < _LEAST_COLUMNS:
+    shown.width = _LEAST_COLUMNS
   yield Screen(shown)
 
 

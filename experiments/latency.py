@@ -100,6 +100,11 @@ def run(
   if remote is not None:
     remote.side.require_same(settings, texts)
     agreed = remote.side.agreed
+  require(
+    settings.acceptance_tokens != 1,
+    'acceptance.output_tokens=1 leaves nothing to accept: take 2 or more, or 0 '
+    'to measure none',
+  )
   base = dataclasses.replace(
     settings.engine, prompt_tokens=max(map(len, texts.values()))
   )

@@ -162,10 +162,11 @@ def take(workdir: pathlib.Path) -> pathlib.Path:
   that the planner takes its costs from. Times are rounded to microseconds.
 
   Returns:
-    The file in docs/records.
+    The file in docs/records; it is replaced only by records that hold what the
+    study's figures show.
 
   Raises:
-    PageError: no study of that name.
+    PageError: no study of that name, or it cannot be drawn.
   """
   name = workdir.absolute().name
   if name not in STUDIES:
@@ -188,6 +189,7 @@ def take(workdir: pathlib.Path) -> pathlib.Path:
     or i in costs
   ]
   path = RECORDS / f'{name}.jsonl'
+  _drawn(name, [json.loads(line) for line in lines], *study.figures.values())
   path.parent.mkdir(exist_ok=True)
   path.write_text('\n'.join(lines) + '\n', encoding='ascii')
   return path
@@ -275,12 +277,12 @@ def draw(study: str) -> dict[str, bytes]:
   from experiments import drawing
 
   figures = STUDIES[study].figures
-  drawn = _drawn(study, *figures.values())
+  drawn = _drawn(study, records_of(study), *figures.values())
   return dict(zip(figures, map(drawing.png, drawn), strict=True))
 
 
-def _drawn(study: str, *names: str) -> list[Any]:
-  found = {one.name: one for one in report.drawings(records_of(study))}
+def _drawn(study: str, records: Sequence[Record], *names: str) -> list[Any]:
+  found = {one.name: one for one in report.drawings(records)}
   for name in names:
     if name not in found:
       raise PageError(f'the records of {study} do not hold the figure {name}')
@@ -422,7 +424,7 @@ def _generated(words: Sequence[str]) -> str:
     case ['table', study, mode]:
       return _table(study, mode)
     case ['numbers', study, figure]:
-      (drawn,) = _drawn(study, figure)
+      (drawn,) = _drawn(study, records_of(study), figure)
       return _markdown(drawn.table.header, drawn.table.rows)
     case ['report', study, *caption]:
       for title, header, rows in report.tables(records_of(study)):

@@ -28,7 +28,7 @@ from experiments import (
   results,
   selection,
 )
-from experiments.schemes import FAITHFUL
+from experiments.schemes import FAITHFUL, Scheme
 from lynx_jax.config import ConfigError, ModelConfig, require
 from lynx_jax.engine import Mode
 from lynx_jax.models import presets
@@ -109,6 +109,20 @@ def run(
       f'plan.slices={name!r} must be one of {", ".join(SLICES)}',
     )
   models = [*map(_model, plan.models)]
+  require(
+    any(scheme.name in FAITHFUL for scheme in settings.schemes),
+    f'a plan advises one of {", ".join(FAITHFUL)}, whose output is that of 8 '
+    'bits or better: add some to scheme',
+  )
+  for scheme in settings.schemes:
+    unknown = planner.unpredicted(scheme.engine(settings.engine))
+    require(not unknown, f'scheme={scheme.name}: {unknown}')
+    for tokens, in_flight in itertools.product(
+      plan.prompt_tokens, plan.in_flight
+    ):
+      asks = _asks(settings, tokens, in_flight)
+      for model in models:
+        _wire(settings, model, scheme, asks)
   if plan.records:
     with screen.step(f'predicting the requests of {plan.records}'):
       compared = compare(_last_run(list(results.read(plan.records))))
@@ -156,12 +170,17 @@ def run(
               ),
             }
           )
-  writer.write(results.rows_record(rows=advice))
-  for scheme in FAITHFUL:
-    count = sum(one['scheme'] == scheme for one in advice)
+  if not advice:
+    screen.note('nothing is advised: not even one request fits into a slice')
+  rows = results.rows_record(rows=advice)
+  writer.write(rows)
+  for table in tables([rows]):
+    screen.grid(*table)
+  for name in FAITHFUL:
+    count = sum(one['scheme'] == name for one in advice)
     writer.write(
       results.summary_record(
-        f'best_{scheme}',
+        f'best_{name}',
         count / max(1, len(advice)),
         '',
         len(advice),
@@ -305,32 +324,12 @@ def predict(
 
   Times are None where not even one request fits into the decode slice.
   """
-  where, plan = SLICES[slice_name], settings.plan
-  asks = loads(
-    prompt_tokens,
-    in_flight,
-    spread=plan.spread,
-    arrivals_per_s=plan.arrivals_per_s,
-    seed=settings.seed,
-  )
-  longest = max(ask.prompt_tokens for ask in asks)
-  parts = max(4, min(_TOKEN_CHUNKS, _ALL_TOKEN_CHUNKS // in_flight))
+  where = SLICES[slice_name]
+  asks = _asks(settings, prompt_tokens, in_flight)
   for scheme in settings.schemes:
-    engine = dataclasses.replace(
-      settings.engine,
-      prompt_tokens=longest,
-      output_tokens=_OUTPUT_TOKENS,
-      token_chunk=max(1024, _up(longest / parts, 128)),
-    )
-    wire = WireFormat(model, scheme.codec, scheme.engine(engine))
+    wire = _wire(settings, model, scheme, asks)
+    longest = wire.engine.prompt_tokens
     size = wire.stream_bytes(longest)
-    wanted = size.total * in_flight // _ALL_CHUNKS
-    wire = dataclasses.replace(
-      wire,
-      engine=dataclasses.replace(
-        wire.engine, chunk_bytes=max(_LEAST_CHUNK_BYTES, wanted)
-      ),
-    )
     room = where.chips * where.hbm_gib * _GIB * (1 - _FREE_MEMORY)
     slots = min(in_flight, int((room - weight_bytes(model)) // size.total))
     bits = wire.bits_a_value(longest)
@@ -388,6 +387,44 @@ def predict(
         'hbm_bytes': weight_bytes(model) + slots * size.total,
       }
     yield record
+
+
+def _asks(
+  settings: config.Settings, prompt_tokens: int, in_flight: int
+) -> list[planner.Ask]:
+  plan = settings.plan
+  return loads(
+    prompt_tokens,
+    in_flight,
+    spread=plan.spread,
+    arrivals_per_s=plan.arrivals_per_s,
+    seed=settings.seed,
+  )
+
+
+def _wire(
+  settings: config.Settings,
+  model: ModelConfig,
+  scheme: Scheme,
+  asks: Sequence[planner.Ask],
+) -> WireFormat:
+  """Returns what such requests send; `ConfigError` if one does not fit."""
+  longest = max(ask.prompt_tokens for ask in asks)
+  parts = max(4, min(_TOKEN_CHUNKS, _ALL_TOKEN_CHUNKS // len(asks)))
+  engine = dataclasses.replace(
+    settings.engine,
+    prompt_tokens=longest,
+    output_tokens=_OUTPUT_TOKENS,
+    token_chunk=max(1024, _up(longest / parts, 128)),
+  )
+  wire = WireFormat(model, scheme.codec, scheme.engine(engine))
+  wanted = wire.stream_bytes(longest).total * len(asks) // _ALL_CHUNKS
+  return dataclasses.replace(
+    wire,
+    engine=dataclasses.replace(
+      wire.engine, chunk_bytes=max(_LEAST_CHUNK_BYTES, wanted)
+    ),
+  )
 
 
 def loads(

@@ -169,10 +169,15 @@ class Plan:
     for name in ('models', 'slices', 'prompt_tokens', 'in_flight'):
       require(bool(getattr(self, name)), f"plan.{name}='' must not be empty")
     require(bool(self.rates_gbps), "plan.link_gbps='' must not be empty")
-    require(0 <= self.spread < 1, f'plan.spread={self.spread} must be in 0..1')
     require(
-      0 <= self.arrivals_per_s < math.inf,
-      f'plan.arrivals_per_s={self.arrivals_per_s} must be 0 or more',
+      0 <= self.spread < 1,
+      f'plan.spread={self.spread} must be 0 or more, and less than 1',
+    )
+    # Clocks of rarer arrivals would lose the seconds of a request.
+    require(
+      self.arrivals_per_s == 0 or 1e-6 <= self.arrivals_per_s < math.inf,
+      f'plan.arrivals_per_s={self.arrivals_per_s} must be a number of 1e-6 or '
+      'more, or 0 for all at once',
     )
 
   @classmethod
@@ -183,9 +188,12 @@ class Plan:
       return tuple(w.strip() for w in values[name].split(',') if w.strip())
 
     def counts(name: str) -> tuple[int, ...]:
-      return tuple(
-        map(int, parsing.numbers(f'plan.{name}', values[name], least=1))
-      )
+      numbers = parsing.numbers(f'plan.{name}', values[name], least=1)
+      for number in numbers:
+        require(
+          number.is_integer(), f'plan.{name}: {number:g} is no whole number'
+        )
+      return tuple(map(int, numbers))
 
     return cls(
       records=values.records,

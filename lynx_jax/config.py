@@ -443,7 +443,7 @@ class EngineConfig:
   Attributes:
     slots: B, requests decoded together.
     prompt_tokens: longest prompt a slot can hold.
-    output_tokens: most tokens one request may ask for.
+    output_tokens: most tokens one request may ask for, 2 or more.
     token_chunk: C, tokens one prefill step computes; a multiple of the group.
     layer_groups: parts in which layers are sent, and verified when ready.
     verify_rows: rows of the verify program; fixed, whatever the draft length.
@@ -492,6 +492,11 @@ class EngineConfig:
     ):
       value = getattr(self, name)
       require(value > 0, f'engine.{name}={value} must be positive')
+    require(
+      self.output_tokens > 1,
+      f'output_tokens={self.output_tokens} must be 2 or more: prefill chooses '
+      'the first token, decode those behind it',
+    )
     require(
       self.implementation in (None, *IMPLEMENTATIONS),
       f'engine.implementation={self.implementation!r} must be one of '

@@ -380,10 +380,12 @@ def test_a_folder_without_records_cannot_be_merged(
   tmp_path, capsys, monkeypatch
 ):
   monkeypatch.chdir(ROOT)
-  flag = f'--config.ablation.merge={tmp_path / "none"}'
+  first, second = tmp_path / 'none', tmp_path / 'neither'
+  flag = f'--config.ablation.merge={first},{second}'
   assert main.main(_argv(tmp_path, *GRID, flag)) == cli.USER_MISTAKE
-  assert f"{tmp_path / 'none' / results.FILE}': No such file" in (
-    capsys.readouterr().err
+  assert (
+    f'{first / results.FILE}, {second / results.FILE} not found'
+    in capsys.readouterr().err
   )
 
 

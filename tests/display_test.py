@@ -181,6 +181,23 @@ def test_the_table_has_medians_and_ratios():
   assert lynx['TTFT committed, s'] == display.UNKNOWN
 
 
+def test_a_terminal_of_a_few_columns_breaks_no_number(monkeypatch):
+  monkeypatch.setenv('COLUMNS', '5')
+  file = io.StringIO()
+  with display.screen(file) as screen:
+    screen.grid('medians', ('cell', 'bits'), [('a name of 14', '1234567890')])
+  assert '1234567890' in file.getvalue()
+
+
+def test_a_terminal_without_a_character_shows_another():
+  written = io.BytesIO()
+  file = io.TextIOWrapper(written, encoding='ascii')
+  with display.screen(file) as screen:
+    screen.note('KL(bf16 ‖ Anchor)')
+  file.flush()
+  assert written.getvalue() == b'KL(bf16 ? Anchor)\n'
+
+
 @pytest.mark.parametrize('width', [80, 200])
 def test_a_grid_cuts_no_name(width):
   file = io.StringIO()

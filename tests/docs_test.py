@@ -17,6 +17,7 @@ from experiments import (
   pages,
   reference,
   report,
+  results,
   selection,
 )
 from experiments.figures import steps
@@ -144,6 +145,17 @@ def test_what_is_taken_over_is_taken_whole(tmp_path, monkeypatch):
   assert taken.read_bytes() == source.read_bytes()
   with pytest.raises(pages.PageError, match='must be named'):
     pages.take(tmp_path)
+
+
+def test_what_cannot_be_drawn_is_not_taken_over(tmp_path, monkeypatch):
+  monkeypatch.setattr(pages, 'RECORDS', tmp_path / 'records')
+  (tmp_path / 'plan').mkdir()
+  (tmp_path / 'plan' / 'results.jsonl').write_text(
+    json.dumps(results.rows_record(rows=[])) + '\n', encoding='ascii'
+  )
+  with pytest.raises(pages.PageError, match='do not hold the figure predicted'):
+    pages.take(tmp_path / 'plan')
+  assert not (tmp_path / 'records').exists()
 
 
 def test_every_field_says_what_it_means():

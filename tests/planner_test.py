@@ -16,6 +16,7 @@ from experiments import (
   defaults,
   display,
   latency,
+  pages,
   plan,
   planner,
   report,
@@ -480,6 +481,9 @@ def test_the_command_writes_a_plan(tmp_path, capsys):
     if r['link_gbps'] == 1 and r['mode'] == 'serial' and r['bound_ttft_s']
   }
   assert planner.best(slow).startswith('lynx')
+  said = capsys.readouterr().out
+  assert 'Advice: schemes' in said
+  assert 'Gain: time of INT8' in said
   (_, header, advice), (_, _, gains) = plan.tables(records)
   assert header == ['load', '1 Gbit/s', '400 Gbit/s']
   names = 'one request, serial', 'one request, overlapped'
@@ -502,7 +506,11 @@ def test_the_command_writes_a_plan(tmp_path, capsys):
     ('in_flight', '0', 'plan.in_flight'),
     ('link_gbps', 'fast', 'plan.link_gbps'),
     ('prompt_tokens', '', 'must not be empty'),
-    ('spread', 1.5, 'plan.spread'),
+    ('spread', 1, 'plan.spread=1.0 must be 0 or more, and less'),
+    ('arrivals_per_s', 1e-30, 'plan.arrivals_per_s=1e-30 must be'),
+    ('arrivals_per_s', float('inf'), 'plan.arrivals_per_s=inf must be'),
+    ('in_flight', 1.5, 'plan.in_flight: 1.5 is no whole number'),
+    ('models', 'Llama-3.1-8B,SmolLM2-135M', 'exceeds the context'),
     ('records', '/nowhere/results.jsonl', 'nowhere'),
     ('records', 'README.md', 'README.md:1: no JSON'),
   ],
@@ -530,4 +538,58 @@ def test_parameters_are_those_of_the_published_models():
     (presets.LLAMA_31_70B, 70.55),
   ):
     assert plan.weight_bytes(model) / 2e9 == pytest.approx(billions, rel=0.01)
+
+
+def _run_plan(workdir, scheme):
+  return cli.run(
+    [
+      'main',
+      '--config=configs/plan.py',
+      f'--workdir={workdir}',
+      f'--config.scheme={scheme}',
+      '--config.plan.models=Llama-3.1-8B',
+      '--config.plan.slices=v6e-8',
+      '--config.plan.prompt_tokens=8192',
+      '--config.plan.link_gbps=1',
+      '--config.plan.in_flight=1',
+      '--config.plan.records=',
+    ]
+  )
+
+
+def test_a_plan_needs_something_to_advise(tmp_path, capsys):
+  assert _run_plan(tmp_path, 'int4') == cli.USER_MISTAKE
+  assert 'advises one of bf16, int8, lynx, lynx_2bit' in capsys.readouterr().err
+
+
+def test_what_is_not_predicted_is_refused_before_the_first_cell(
+  tmp_path, capsys
+):
+  assert _run_plan(tmp_path, 'int8,int8_layers') == cli.USER_MISTAKE
+  said = capsys.readouterr().err
+  assert 'scheme=int8_layers: engine.order=layers is not predicted' in said
+  records = results.read(tmp_path / results.FILE)
+  assert not [r for r in records if r['kind'] == 'request']
+
+
+@pytest.mark.parametrize(
+  ('name', 'chance'),
+  [('2 bits', planner._ACCEPTED_2), ('4 bits', planner._ACCEPTED_4)],
+)
+def test_chances_of_acceptance_are_those_of_the_equivalence_study(name, chance):
+  found = [
+    accepted
+    for record in pages.records_of('equivalence')
+    if record.get('name') == results.EQUIVALENCE
+    for run in record['detail']['rounds']
+    if run['label'] == f'{name}, Anchor alone'
+    for drafts, accepted in run['rounds']
+    if drafts >= planner._FIRST_TOKENS
+  ]
+  positions = range(1, planner._FIRST_TOKENS + 1)
+  reached = [sum(n >= i for n in found) / len(found) for i in positions]
+  powers = [chance**i for i in positions]
+  assert sum(powers) == pytest.approx(sum(reached), rel=5e-3)
+  page = pages.DOCS.joinpath('planning.md').read_text(encoding='utf-8')
+  assert f'{chance}' in page
   assert configured.get_config().study == 'plan'
