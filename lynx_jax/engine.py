@@ -18,13 +18,14 @@ the end: it goes through the layer groups as they land. Then the slot repeats
 draft → verify → commit on the device.
 """
 
+import collections
 import contextlib
 import dataclasses
 import enum
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -239,7 +240,10 @@ class Engine:
       range(config.slots), key=lambda slot: config.place(slot, self._rows)[1]
     )
     self._queue: list[int] = []
-    self._events: list[Event] = []
+    # Those in a slot; the others have not begun, or have ended.
+    self._running: dict[int, _Entry] = {}
+    self._events: list[Event] = []  # for `step`
+    self._streams: dict[int, collections.deque[Event]] = {}
     self._next_id = 0
     self._closed = False
     self._sender: PrefillSide
@@ -456,10 +460,12 @@ class Engine:
   def forget(self, request: int) -> Result:
     """Returns the result, ends the request if it runs, and drops it.
 
-    No later `step` returns an event of it.
+    No later `step` returns an event of it, and its stream ends. Results of
+    requests that are never forgotten are kept for good.
     """
     self.cancel(request)
     self._events = [e for e in self._events if e.request != request]
+    self._streams.pop(request, collections.deque()).clear()
     return self._entries.pop(request).result
 
   def cancel(self, request: int) -> None:
@@ -474,7 +480,8 @@ class Engine:
   def step(self) -> list[Event]:
     """Does the next piece of work, and returns what came out of it.
 
-    Takes in what has arrived, then runs one short round of drafts, layer groups
+    Events of a stream are left to whoever iterates over it. A piece of work
+    takes in what has arrived, then runs one short round of drafts, layer groups
     of a first verification, one call of decode rounds, or waits up to 20 ms for
     arrivals.
 
@@ -482,6 +489,11 @@ class Engine:
       TransferError: the transport failed; close the engine.
       RuntimeError: the engine is closed.
     """
+    self._work()
+    events, self._events = self._events, []
+    return events
+
+  def _work(self) -> None:
     self._require_open()
     self._admit()
     self._receive()
@@ -502,34 +514,55 @@ class Engine:
       worked = True
     if not worked and self.busy:
       self._sender.transport.wait(_POLL_S)
-    events, self._events = self._events, []
-    return events
 
   def stream(
     self, request: Request, *, provisional: bool = True
   ) -> Iterator[Event]:
-    """Submits a request and yields its events until it has ended.
+    """Submits a request and returns its events, until it has ended.
 
-    Events of other requests are not shown here; their results are kept. Whoever
-    stops iterating cancels the request.
+    Iterating does the engine's work, that of other requests too; their events
+    are kept for their own streams, or for `step`. Whoever stops iterating
+    cancels the request.
 
     Args:
       request: what to run.
       provisional: False holds tokens until they are committed: events are
         `Committed`, whose `tokens` make up the text, and at last `Finished`.
+
+    Raises:
+      ConfigError: the request does not fit the engine; nothing was queued.
+      RuntimeError: the engine is closed.
     """
     key = self.submit(request)
-    while True:
-      for event in self.step():
-        held = isinstance(event, Provisional | Retracted) and not provisional
-        if event.request == key and not held:
-          try:
-            yield event
-          except GeneratorExit:
+    self._streams[key] = collections.deque()
+    events = self._events_of(key, provisional)
+    next(events)  # a generator that has begun is told when it is given up
+    return cast(Iterator[Event], events)
+
+  def _events_of(self, key: int, provisional: bool) -> Iterator[Event | None]:
+    """Yields None, and then the events of a stream."""
+    events = self._streams[key]
+    event: Event | None = None
+    try:
+      while not isinstance(event, Finished):
+        try:
+          yield event
+        except BaseException:
+          if key in self._entries:
             self.cancel(key)
-            raise
-          if isinstance(event, Finished):
-            return
+          raise
+        event = None
+        while event is None:
+          while not events:
+            if key not in self._streams:
+              return  # forgotten
+            self._work()
+          event = events.popleft()
+          if isinstance(event, Provisional | Retracted) and not provisional:
+            event = None
+      yield event
+    finally:
+      self._streams.pop(key, None)
 
   def generate(self, request: Request) -> Result:
     """Runs a request to its end.
@@ -553,8 +586,14 @@ class Engine:
       raise RuntimeError(f'{what}() needs an engine without running requests')
 
   def _check(self, prompt: Sequence[int], output_tokens: int) -> None:
-    length = len(prompt)
+    ids = np.asarray(prompt)
+    length = ids.size
     require(length > 0, 'the prompt has no tokens; give at least one')
+    require(
+      ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer),
+      f'the prompt is {ids.dtype}{[*ids.shape]}; give the ids of its tokens, '
+      'one integer each',
+    )
     require(
       length <= self.config.prompt_tokens,
       f'the prompt has {length} tokens; engine.prompt_tokens='
@@ -565,7 +604,7 @@ class Engine:
       f'output_tokens={output_tokens} must be in '
       f'1..{self.config.output_tokens} (engine.output_tokens)',
     )
-    low, high = min(prompt), max(prompt)
+    low, high = ids.min(), ids.max()
     require(
       low >= 0 and high < self.model_config.vocab,
       f'prompt token ids {low}..{high} must be in '
@@ -637,7 +676,7 @@ class Engine:
   ) -> list[_Entry]:
     return [
       entry
-      for entry in self._entries.values()
+      for entry in self._running.values()
       if entry.result.state is state
       and (form is None or entry.request.form is form)
       and (target is None or entry.target is target)
@@ -647,6 +686,7 @@ class Engine:
     while self._queue and self._free:
       entry = self._entries[self._queue.pop(0)]
       entry.slot = self._free.pop(0)
+      self._running[entry.id] = entry
       entry.result.state = State.RECEIVING
       self._sender.submit(
         entry.id,
@@ -722,7 +762,7 @@ class Engine:
     """Starts a slot whose Anchor is there, or ends its drafting."""
     if entry.result.state is State.RECEIVING:
       ready = entry.progress.anchor_complete
-      if self.config.order is Order.LAYERS:
+      if self.config.order is Order.LAYERS and not self._packs_first(entry):
         ready = entry.progress.layer_groups > 0
       if entry.token is None or not ready:
         return
@@ -740,6 +780,14 @@ class Engine:
     drafting = entry.result.state is State.DRAFTING and entry.verifying is None
     if drafting and entry.progress.complete:
       entry.result.state = State.DECODING
+
+  def _packs_first(self, entry: _Entry) -> bool:
+    """Whether `_start` packs a group, out of the tails of all layers."""
+    tokens, codec = entry.result.prompt_tokens, self.codec
+    reach = tokens + self.config.verify_rows - 1
+    return codec.generated and codec.prefix_end(reach) > codec.prefix_end(
+      tokens
+    )
 
   def _start(
     self,
@@ -983,7 +1031,7 @@ class Engine:
     """Turns what is committed and drafted now into events."""
     commits = len(committed) > len(entry.result.tokens)
     with span(Phase.COMMIT) if commits else contextlib.nullcontext():
-      self._events += entry.result.show(committed, drafts, now_s)
+      self._emit(entry.id, *entry.result.show(committed, drafts, now_s))
 
   def _show_first(self, entry: _Entry) -> None:
     """Token 1 comes from prefill's exact logits and is final."""
@@ -1046,11 +1094,15 @@ class Engine:
       if state is not State.DONE:
         self._slots = self._decoder.stop(self._slots, np.int32(entry.slot))
       self._free.append(entry.slot)
+      del self._running[entry.id]
     now_s = time.monotonic()
     if len(result.shown) > len(result.tokens):
-      self._events += result.show(result.tokens, [], now_s)
+      self._emit(entry.id, *result.show(result.tokens, [], now_s))
     entry.strings.clear()
     result.state = state
     result.done_s = now_s - result.timeline.arrival_s
     result.timeline.add(Phase.DONE, now_s)
-    self._events.append(Finished(entry.id, state, result.done_s))
+    self._emit(entry.id, Finished(entry.id, state, result.done_s))
+
+  def _emit(self, request: int, *events: Event) -> None:
+    self._streams.get(request, self._events).extend(events)

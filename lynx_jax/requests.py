@@ -8,8 +8,9 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 
-from lynx_jax.config import Target
+from lynx_jax.config import Target, require
 from lynx_jax.sampling import GREEDY, Sampling
 from lynx_jax.timeline import Phase, Timeline
 
@@ -56,6 +57,9 @@ class Request:
     deadline_s: seconds after submission by which it matters; orders transfers.
     sampling: how tokens are chosen; the reference chooses them in the same way.
     target: what its output equals; None is the codec's highest.
+
+  Raises:
+    ConfigError: a value is of another type.
   """
 
   prompt: Sequence[int]
@@ -66,6 +70,27 @@ class Request:
   deadline_s: float = math.inf
   sampling: Sampling = GREEDY
   target: Target | None = None
+
+  def __post_init__(self):
+    kinds: tuple[tuple[str, type], ...] = (
+      ('output_tokens', Integral),
+      ('form', Form),
+      ('mode', Mode),
+      ('deadline_s', Real),
+      ('sampling', Sampling),
+    )
+    if self.target is not None:
+      kinds += (('target', Target),)
+    for name, kind in kinds:
+      value = getattr(self, name)
+      require(
+        isinstance(value, kind),
+        f'{name}={value!r} of a request must be of type {kind.__name__}',
+      )
+    require(
+      not math.isnan(self.deadline_s),
+      'deadline_s=nan of a request must be a number of seconds; inf is none',
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ which is temperature 0; `docs/sampling.md` says what that costs and saves.
 """
 
 import dataclasses
-import math
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from lynx_jax.config import require
 from lynx_jax.shapes import Array, Bool, Float32, Int32, UInt32
 
 MOST_SEED = 2**32 - 1
+_MOST_FLOAT = float(np.finfo(np.float32).max)
 # Probabilities as whole numbers add up to the same in any order, so that all
 # forms of a program keep the same tokens. Those below half a step count as 0.
 _ONE = 1 << 30
@@ -55,9 +56,16 @@ class Sampling:
   seed: int = 0
 
   def __post_init__(self):
+    for name in ('top_k', 'seed'):
+      value = getattr(self, name)
+      require(
+        isinstance(value, Integral),
+        f'sampling.{name}={value!r} must be a whole number',
+      )
     require(
-      self.temperature >= 0 and math.isfinite(self.temperature),
-      f'sampling.temperature={self.temperature} must be 0 (greedy) or more',
+      0 <= self.temperature <= _MOST_FLOAT,
+      f'sampling.temperature={self.temperature} must be 0 (greedy) or more, '
+      'and finite in float32',
     )
     require(
       0 <= self.top_k <= np.iinfo(np.int32).max,
@@ -167,7 +175,8 @@ def filtered(
     parts = jnp.round(likely * _ONE).astype(jnp.int32)
     whole = jnp.sum(parts, axis=-1, keepdims=True)
     limit = jnp.ceil(top_p * whole.astype(jnp.float32)).astype(jnp.int32)
-    least = _least(order, parts, jnp.minimum(limit, whole))
+    # A p that is 0 in float32 leaves the most likely one.
+    least = _least(order, parts, jnp.clip(limit, 1, whole))
     return kept & ((order >= least) | (top_p >= 1))
 
   kept = jnp.ones(logits.shape, bool)

@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -234,6 +235,101 @@ def test_an_abandoned_stream_cancels_its_request(bench):
   stream = bench.engine.stream(_request(150))
   assert isinstance(next(stream), Provisional)
   stream.close()
+  assert not bench.engine.busy
+
+
+def test_streams_side_by_side_keep_their_own_events(bench):
+  """Whichever is asked for work, and when."""
+  bench.configure(draft_tokens=2)
+  engine, lengths = bench.engine, (150, 90, 33)
+  expected = [bench.reference(engines.prompt(n)) for n in lengths]
+  streams = [engine.stream(_request(n)) for n in lengths]
+  quiet = engine.submit(_request(70))
+  texts: list[list[int]] = [[] for _ in streams]
+  for events in itertools.zip_longest(*streams):
+    for text, event in zip(texts, events, strict=True):
+      if isinstance(event, Committed):
+        text.extend(event.tokens)
+  assert texts == expected
+  kept = []
+  while engine.busy or not kept:
+    kept += engine.step()
+  assert {event.request for event in kept} == {quiet}
+  assert isinstance(kept[-1], Finished)
+
+
+def test_a_stream_that_others_have_run_to_its_end_is_there_to_read(bench):
+  engine = bench.engine
+  first = engine.stream(_request(150))
+  assert isinstance(next(first), Provisional)
+  engine.generate(_request(90))
+  while engine.busy:
+    assert engine.step() == []
+  *_, last = first
+  assert isinstance(last, Finished)
+
+
+def test_a_stream_is_submitted_at_once(bench):
+  engine = bench.engine
+  with pytest.raises(ConfigError, match='the prompt has no tokens'):
+    engine.stream(Request(prompt=[], output_tokens=4))
+  stream = engine.stream(_request(150))
+  assert engine.busy
+  del stream
+  assert not engine.busy
+
+
+def test_a_stream_whose_request_is_forgotten_ends(bench):
+  engine = bench.engine
+  for steps in range(3):
+    stream = engine.stream(_request(150))
+    key = 0
+    for _ in range(steps):
+      key = next(stream).request
+    engine.forget(key or max(engine._entries))
+    assert list(stream) == []
+    assert not engine.busy
+  stream = engine.stream(_request(150))
+  engine.forget(next(stream).request)
+  stream.close()
+
+
+def test_an_error_thrown_into_a_stream_cancels_its_request(bench):
+  stream = bench.engine.stream(_request(150))
+  next(stream)
+  with pytest.raises(ZeroDivisionError):
+    stream.throw(ZeroDivisionError())
+  assert not bench.engine.busy
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'form': 'plain'}, "form='plain' of a request must be of type Form"),
+    ({'mode': 'serial'}, "mode='serial' of a request must be of type Mode"),
+    ({'target': 'exact'}, "target='exact' of a request must be of type Target"),
+    ({'sampling': None}, 'sampling=None of a request must be of type Sampling'),
+    ({'deadline_s': None}, 'deadline_s=None of a request must be of type Real'),
+    ({'deadline_s': float('nan')}, 'deadline_s=nan of a request must be'),
+    ({'output_tokens': 2.5}, 'output_tokens=2.5 of a request must be of type'),
+  ],
+)
+def test_values_of_another_type_are_no_request(change, message):
+  with pytest.raises(ConfigError, match=message):
+    Request(**{'prompt': [1], 'output_tokens': 4} | change)
+
+
+@pytest.mark.parametrize(
+  ('prompt', 'message'),
+  [
+    ('text', r'the prompt is <U4\[\]; give the ids'),
+    ([1.5, 2.0], r'the prompt is float64\[2\]; give the ids'),
+    (np.ones((2, 3), np.int32), r'the prompt is int32\[2, 3\]; give the ids'),
+  ],
+)
+def test_what_is_no_row_of_token_ids_is_refused(prompt, message, bench):
+  with pytest.raises(ConfigError, match=message):
+    bench.engine.submit(Request(prompt=prompt, output_tokens=4))
   assert not bench.engine.busy
 
 

@@ -16,8 +16,8 @@ import pytest
 from experiments import schemes
 from lynx_jax import attention, kv_cache
 from lynx_jax import codec as codec_lib
-from lynx_jax.config import CodecConfig, ConfigError, TensorCodec
-from lynx_jax.engine import Request
+from lynx_jax.config import CodecConfig, ConfigError, Order, TensorCodec
+from lynx_jax.engine import Costs, Request
 from lynx_jax.kv_cache import Rows, Tail
 from lynx_jax.speculative.slots import Growth
 from lynx_jax.transport import courier
@@ -86,6 +86,32 @@ def test_committed_tokens_are_those_of_the_reference(part):
     drafted += sum(result.drafted for result in found)
     accepted += sum(result.accepted for result in found)
   assert 0 < accepted < drafted
+
+
+def test_a_group_is_packed_from_layers_that_have_all_landed():
+  """Baselines that begin with their first layers read what a start packs."""
+  setup = engines.setup(
+    (8,),
+    order=Order.LAYERS,
+    prompt_tokens=100,
+    generated=True,
+  )
+  bench = engines.Bench(setup, engines.model())
+  bench.configure(draft_tokens=0, costs=Costs(1.0, 1e9, 1.0))
+  codec, ahead = setup.codec, setup.config.verify_rows - 1
+  packs = [
+    n
+    for n in range(1, 101)
+    if codec.prefix_end(n + ahead) > codec.prefix_end(n)
+  ]
+  for seed, tokens in enumerate((packs[0], packs[-1], packs[0] - 1)):
+    bench.script = engines.trickle(seed)
+    request = Request(
+      prompt=engines.prompt(tokens).tolist(),
+      output_tokens=engines.OUTPUT_TOKENS,
+    )
+    expected = bench.reference(engines.prompt(tokens))
+    engines.run(bench, [(0, request)] * 2, [expected] * 2)
 
 
 def _samplings():
