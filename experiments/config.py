@@ -223,6 +223,12 @@ class Settings:
       f'engine.slots={self.engine.slots} must be a multiple of '
       f'decode_data={self.decode_data}: every row has as many slots',
     )
+    exact = [scheme.name for scheme in self.schemes if scheme.codec.exact]
+    require(
+      not exact or max(self.sides) == 1,
+      f'scheme={",".join(exact)} needs one device a side, not {self.sides}: a '
+      'string of the exact plane holds all KV heads',
+    )
     require(bool(self.model_path), "model.path='' must name a model")
     require(
       self.model_dtype in ('float32', 'bfloat16'),

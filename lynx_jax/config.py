@@ -374,19 +374,23 @@ class CodecConfig:
       self.recent_tokens >= 0,
       f'codec.recent_tokens={self.recent_tokens} must not be negative',
     )
-    pairs = [(self.k, self.v), *((entry.k, entry.v) for entry in self.layers)]
-    for k, v in pairs:
+    pairs = [
+      ('', self.k, self.v),
+      *((f'layers {e.start}:{e.stop} ', e.k, e.v) for e in self.layers),
+    ]
+    for where, k, v in pairs:
       require(
         bool(k.planes) == bool(v.planes),
-        f'k={k.planes} and v={v.planes} must both have planes or '
+        f'codec.{where}k={k.planes} and v={v.planes} must both have planes or '
         'both be dense ()',
       )
       if self.exact:
-        check_exact('k', k)
-        check_exact('v', v)
+        check_exact(f'{where}k', k)
+        check_exact(f'{where}v', v)
       require(
         not self.generated or bool(k.planes),
-        'codec.generated=True needs planes in every layer; k=() has none',
+        'codec.generated=True needs planes in every layer; '
+        f'codec.{where}k=() has none',
       )
     require(
       not (self.generated and self.exact),

@@ -164,6 +164,10 @@ def test_several_modes_and_doubled_names():
     ({'patience__handshake_s': 1e10}, 'and at most 1000000'),
     ({'transfer__lease_s': 1e300}, 'must be at most 1000000'),
     ({'link__rtt_ms': 1e12}, 'link.rtt_ms=1000000000000.0 must be in 0..'),
+    (
+      {'scheme': 'lynx_exact', 'decode_mesh': 2},
+      'scheme=lynx_exact needs one device a side',
+    ),
     ({'output_tokens': 1}, 'output_tokens=1 must be 2 or more'),
     ({'seed': 1 << 32}, 'seed=4294967296 must be in 0..4294967295'),
     ({'faults__corrupt': 0.5}, 'set how many faults there may be'),
