@@ -11,6 +11,7 @@ import itertools
 import json
 import pathlib
 import re
+import string
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -135,6 +136,7 @@ def longbench(
       f'{pathlib.Path(settings_folder) / "dataset2maxlen.json"}: '
       f'{data_set}={lengths[data_set]} must be positive',
     )
+    _check_prompt(settings_folder, data_set, prompts[data_set])
     for number, place, record in _first(lines(file), most):
       fields = {
         name: _field(place, record, name, str) for name in ('context', 'input')
@@ -143,26 +145,40 @@ def longbench(
       answers = _texts(place, record, 'answers')
       if data_set == 'passage_retrieval_en':
         _check_paragraphs(place, answers)
-      try:
-        prompt = prompts[data_set].format(**fields)
-      except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(
-          f'{settings_folder}: the prompt of {data_set!r} must have {{context}}'
-          f' and {{input}} alone ({error!r})'
-        ) from error
       task = file.stem
       if file.stem != data_set:
         task += '_' + _bucket(_field(place, record, 'length', int))
       yield Question(
         name=f'{file.stem}/{number}',
         task=task,
-        prompt=prompt,
+        prompt=prompts[data_set].format(**fields),
         answers=answers,
         metric=metric or _by_class([*_texts(place, record, 'all_classes')]),
         most_tokens=lengths[data_set],
         first_line=data_set in _FEW_SHOT,
         chat=data_set not in _COMPLETED,
       )
+
+
+def _check_prompt(folder: str, data_set: str, prompt: str) -> None:
+  """Takes no field but these two, nor a part or a format of them."""
+  try:
+    fields = [*string.Formatter().parse(prompt)]
+    wrong = ''.join(
+      f'{{{name}{"!" if conversion else ""}{conversion or ""}'
+      f'{":" if form else ""}{form}}}'
+      for _, name, form, conversion in fields
+      if name is not None
+      and (name not in ('context', 'input') or form or conversion)
+    )
+  except ValueError as error:
+    wrong = str(error)
+  file = pathlib.Path(folder) / 'dataset2prompt.json'
+  require(
+    not wrong,
+    f'{file}: the prompt of {data_set!r} must have {{context}} and {{input}} '
+    f'alone, written so ({wrong})',
+  )
 
 
 def _bucket(words: int) -> str:
@@ -200,11 +216,17 @@ def ruler(folder: str, most: int = 0) -> Iterator[Question]:
       prompt = _field(place, record, 'input', str)
       if 'answer_prefix' in record:
         prompt += _field(place, record, 'answer_prefix', str)
+      answers = _texts(place, record, 'outputs')
+      require(
+        all(answer.strip() for answer in answers),
+        f'{place}: outputs={answers!r:.40} has an empty text, which any answer '
+        'holds; remove it',
+      )
       yield Question(
         name=f'{task}/{number}',
         task=task,
         prompt=prompt,
-        answers=_texts(place, record, 'outputs'),
+        answers=answers,
         metric=metric,
         most_tokens=most_tokens,
       )
@@ -214,10 +236,15 @@ def lines(file: pathlib.Path) -> Iterator[tuple[int, str, Record]]:
   """Yields number, place (`FILE:LINE`) and object of every line.
 
   Raises:
-    ConfigError: a line is no JSON object, or there is none.
+    ConfigError: a line is no JSON object, there is none, or the file cannot be
+      read.
   """
   number = 0
-  for number, line in enumerate(file.read_bytes().splitlines(), 1):
+  try:
+    content = file.read_bytes()
+  except OSError as error:
+    raise ConfigError(f'{file}: cannot be read: {error.strerror}') from error
+  for number, line in enumerate(content.splitlines(), 1):
     place = f'{file}:{number}'
     require(bool(line.strip()), f'{place}: no JSON, it is blank; remove it')
     yield number, place, results.parse(line, place)
@@ -243,7 +270,9 @@ def _settings(folder: str, name: str, kind: type) -> dict[str, Any]:
       f'{str(file)!r} does not exist; fidelity.longbench_config must be the '
       "folder config/ of LongBench's repository"
     ) from None
-  except ValueError as error:
+  except OSError as error:
+    raise ConfigError(f'{file}: cannot be read: {error.strerror}') from error
+  except (ValueError, RecursionError) as error:
     raise ConfigError(f'{file}: no JSON: {error}') from error
   require(
     isinstance(values, dict)

@@ -438,7 +438,7 @@ def parse(line: bytes, place: str) -> dict[str, Any]:
   """
   try:
     record = json.loads(line)
-  except ValueError as error:  # of the text's encoding, too
+  except (ValueError, RecursionError) as error:  # of the text's encoding, too
     raise ConfigError(f'{place}: no JSON: {error}; remove that line') from error
   require(
     isinstance(record, dict),

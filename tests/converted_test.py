@@ -85,6 +85,24 @@ def test_all_that_differs_comes_in_one_error(stored, tmp_path):
     weights.load(path)
 
 
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'rope_theta': 10**400},
+    {'heads': '4'},
+    {'activation': []},
+    {'rope_scaling': {'kind': []}},
+    {'local': {'layers': 5}},
+  ],
+)
+def test_a_value_that_makes_no_sense_is_refused(stored, changes, tmp_path):
+  values = json.loads((stored[0] / 'lynx_model.json').read_text('utf-8'))
+  file = tmp_path / 'lynx_model.json'
+  file.write_text(json.dumps(values | changes), 'utf-8')
+  with pytest.raises(errors.WeightsError, match='makes no sense'):
+    weights.check(tmp_path)
+
+
 def changed_tokenizer(folder):
   """Returns the folder of a tokenizer with other bytes and the same ids."""
   path = pathlib.Path(shutil.copytree(GOLDENS / 'tiny_llama', folder / 'words'))

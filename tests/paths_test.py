@@ -29,6 +29,16 @@ def test_local_paths_are_taken_as_they_are(tmp_path, monkeypatch):
   assert pathlib.Path(paths.locate('~/org')) == tmp_path / 'org'
 
 
+@pytest.mark.parametrize('scheme', ['foo', 'http', 'file', 'GS', ''])
+def test_an_unknown_scheme_names_those_that_are_known(scheme):
+  with pytest.raises(errors.WeightsError) as caught:
+    paths.locate(f'{scheme}://x/y')
+  assert caught.value.problems == (
+    f'{scheme}:// is no scheme that is read, must be one of gs://, s3://, '
+    'az://, hf://',
+  )
+
+
 def test_a_hub_id_is_fetched_and_loaded(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   asked = []

@@ -116,6 +116,8 @@ def test_ruler(folder):
     ('{"context": 3, "input": "q"}', 'context=3 must be of type str'),
     ('{"context": "", "input": "", "answers": []}', 'texts, one at least'),
     ('{"context": "", "input": "", "answers": [1]}', 'texts, one at least'),
+    pytest.param('{"a": ' + '[' * 100_000, 'no JSON', id='deep'),
+    pytest.param('{"a": ' + '9' * 5000 + '}', 'no JSON', id='digits'),
   ],
 )
 def test_a_broken_line_is_named(folder, line, message):
@@ -151,6 +153,8 @@ def test_a_data_set_must_fit(folder, name, record, message):
     ({'outputs': ['a']}, "'input' is missing"),
     ({'input': 'q'}, "'outputs' is missing"),
     ({'input': 'q', 'outputs': 'a'}, "outputs='a' must be of type list"),
+    ({'input': 'q', 'outputs': ['']}, 'has an empty text'),
+    ({'input': 'q', 'outputs': ['a', ' ']}, 'has an empty text'),
   ],
 )
 def test_a_line_of_ruler_must_fit(folder, record, message):
@@ -199,6 +203,7 @@ def test_files_that_are_not_there(folder, tmp_path):
     ('{', 'no JSON'),
     ('[]', 'must be an object'),
     ('{"qasper": 1}', 'type str'),
+    pytest.param('[' * 100_000, 'no JSON', id='deep'),
   ],
 )
 def test_broken_settings(folder, text, message):
@@ -218,9 +223,35 @@ def test_an_answer_without_tokens(folder, length, message):
     _longbench(folder)
 
 
-def test_a_prompt_with_other_fields(folder):
+@pytest.mark.parametrize('name', ['data/qasper.jsonl', 'dataset2prompt.json'])
+def test_a_folder_in_place_of_a_file(folder, name):
   _write(folder, 'qasper.jsonl', LINE)
-  prompts = json.dumps(PROMPTS | {'qasper': '{context} {question}'})
+  (folder / name).unlink()
+  (folder / name).mkdir()
+  with pytest.raises(ConfigError, match='cannot be read: Is a dir') as caught:
+    _longbench(folder)
+  assert str(caught.value).startswith(str(folder / name))
+
+
+@pytest.mark.parametrize(
+  'field',
+  [
+    '{question}',
+    '{context.foo}',
+    '{context.__class__}',
+    '{context[a]}',
+    '{context[9]}',
+    '{context!r}',
+    '{context:5000000000}',
+    '{input:{input}}',
+    '{0}',
+    '{}',
+    '{',
+  ],
+)
+def test_a_prompt_with_other_fields(folder, field):
+  _write(folder, 'qasper.jsonl', LINE)
+  prompts = json.dumps(PROMPTS | {'qasper': '{context} ' + field})
   (folder / 'dataset2prompt.json').write_text(prompts)
   with pytest.raises(ConfigError, match=r"'qasper' must have \{context"):
     _longbench(folder)

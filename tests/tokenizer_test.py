@@ -117,11 +117,30 @@ def test_bos_is_added_once_and_only_where_wanted():
     ({'tokens': ['a']}, '1 tokens, but 49152 types'),
     ({'eos_token_id': 49_152}, 'eos_token has id 49152'),
     ({'merges': ['no-such pair']}, 'the tokenizer is damaged'),
+    ({'pre': ['smollm']}, r"pre is \['smollm'\], must be in"),
+    ({'model': ['gpt2']}, r"model is \['gpt2'\], must be"),
+    ({'eos_token_id': '1'}, "eos_token has id '1'"),
+    ({'eos_token_id': 1.5}, 'eos_token has id 1.5'),
+    ({'eos_token_id': True}, 'eos_token has id True'),
+    ({'bos_token_id': [1]}, r'bos_token has id \[1\]'),
+    ({'bos_token_id': -1}, 'bos_token has id -1'),
+    ({'tokens': 'ab'}, "tokens='ab' must be a list of texts"),
+    ({'tokens': [1] * 49_152}, 'tokens has 1, must be texts alone'),
+    ({'token_type': ['x'] * 49_152}, "has 'x', must be integers alone"),
+    ({'merges': [1.5]}, 'merges has 1.5, must be texts alone'),
+    ({'add_bos_token': 'yes'}, "add_bos_token='yes' must be true or false"),
   ],
 )
 def test_unknown_tokenizers_are_refused(changes, message):
   with pytest.raises(errors.WeightsError, match=message):
     make(**changes)
+
+
+@pytest.mark.parametrize('template', [5, ['a'], True])
+def test_a_template_of_a_gguf_is_a_text(template):
+  metadata = packaged().metadata | {'tokenizer.chat_template': template}
+  with pytest.raises(errors.WeightsError, match=r'chat_template=.* a text'):
+    Tokenizer.from_gguf_metadata(metadata, source='model.gguf')
 
 
 def test_ids_that_pad_the_table_of_a_model_have_no_text():
@@ -148,6 +167,16 @@ def test_a_template_that_refuses_says_why():
   )
   with pytest.raises(errors.WeightsError, match='SecurityError'):
     tokenizer.render_chat([])
+  for template, message in (
+    ('{{ 1 / 0 }}', 'ZeroDivisionError: division by zero'),
+    ('{{ "x" + 3 }}', 'TypeError: can only'),
+    ('{% for %}', 'TemplateSyntaxError'),
+    ('{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}', 'RecursionError'),
+    ('{{ 10 ** 400 * 0.1 }}', 'OverflowError'),
+  ):
+    object.__setattr__(tokenizer, 'chat_template', template)
+    with pytest.raises(errors.WeightsError, match=message):
+      tokenizer.render_chat([])
   object.__setattr__(tokenizer, 'chat_template', None)
   with pytest.raises(errors.WeightsError, match='has none'):
     tokenizer.render_chat([])
@@ -198,6 +227,76 @@ def test_a_damaged_directory_is_refused(tmp_path):
   (path / 'tokenizer.json').unlink()
   with pytest.raises(errors.WeightsError, match='cannot be read'):
     Tokenizer.from_directory(path)
+
+
+@pytest.mark.parametrize(
+  ('file', 'changes', 'message'),
+  [
+    *(
+      ('tokenizer_config.json', {'bos_token': value}, 'bos_token=.* a text, or')
+      for value in (5, True, [], {}, {'content': 5}, '\ud800')
+    ),
+    *(
+      ('generation_config.json', {'eos_token_id': value}, 'end token .* is not')
+      for value in ([[1]], {}, {'a': 1}, '1', 1.5, True, [1, 'a'], -1)
+    ),
+    ('config.json', {'eos_token_id': [{}]}, r'config\.json: end token {} is'),
+    (
+      'tokenizer_config.json',
+      {'add_bos_token': 'no'},
+      "add_bos_token='no' must be true or false",
+    ),
+    *(
+      ('tokenizer_config.json', {'chat_template': value}, 'chat_template=.* mu')
+      for value in (
+        5,
+        {},
+        [5],
+        [{'name': 'default'}],
+        [{'name': 'default', 'template': 5}],
+        [{'name': ['default'], 'template': 'x'}],
+      )
+    ),
+  ],
+)
+def test_a_value_of_a_wrong_type_is_named(file, changes, message, tmp_path):
+  path = pathlib.Path(shutil.copytree(GOLDENS / 'tiny_llama', tmp_path / 'm'))
+  (path / 'chat_template.jinja').unlink()
+  values = json.loads((path / file).read_text('utf-8')) | changes
+  (path / file).write_text(json.dumps(values), 'utf-8')
+  with pytest.raises(errors.WeightsError, match=message) as caught:
+    Tokenizer.from_directory(path)
+  assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+  ('options', 'template'),
+  [
+    ({'chat_template': 'a'}, 'a'),
+    ({'chat_template': []}, None),
+    ({'chat_template': [{'name': 'tool', 'template': 'a'}]}, None),
+    (
+      {
+        'bos_token': {'content': '<s>', 'lstrip': False},
+        'add_bos_token': None,
+        'chat_template': [
+          {'name': 'tool', 'template': 'a'},
+          {'name': 'default', 'template': 'b'},
+        ],
+      },
+      'b',
+    ),
+  ],
+)
+def test_every_spelling_of_a_directory_is_read(options, template, tmp_path):
+  path = pathlib.Path(shutil.copytree(GOLDENS / 'tiny_llama', tmp_path / 'm'))
+  (path / 'chat_template.jinja').unlink()
+  file = path / 'tokenizer_config.json'
+  values = json.loads(file.read_text('utf-8')) | options
+  file.write_text(json.dumps(values), 'utf-8')
+  read = Tokenizer.from_directory(path)
+  assert read.chat_template == template
+  assert (read.bos, read.ends) == (tiny().bos, tiny().ends)
 
 
 @pytest.mark.parametrize('text', TEXTS)

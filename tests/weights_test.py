@@ -18,7 +18,14 @@ import safetensors.numpy
 from flax import nnx
 
 from lynx_jax import config as config_lib
-from lynx_jax.models import errors, gguf_file, paths, presets, weights
+from lynx_jax.models import (
+  errors,
+  gguf_config,
+  gguf_file,
+  paths,
+  presets,
+  weights,
+)
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens'
 SINGLE, SHARDED = GOLDENS / 'tiny_llama', GOLDENS / 'tiny_llama_sharded'
@@ -48,6 +55,16 @@ def edit_tensors(path: pathlib.Path, edit):
   tensors = safetensors.numpy.load_file(file)
   edit(tensors)
   safetensors.numpy.save_file(tensors, file)
+
+
+def edit_header(path: pathlib.Path, edit):
+  """Edits the directory of a safetensors file; the data stay as they are."""
+  data = path.read_bytes()
+  end = 8 + int.from_bytes(data[:8], 'little')
+  header = json.loads(data[8:end])
+  edit(header)
+  text = json.dumps(header).encode()
+  path.write_bytes(len(text).to_bytes(8, 'little') + text + data[end:])
 
 
 def checkpoint_of(form: str, folder, lacks: str | None = None) -> pathlib.Path:
@@ -267,6 +284,24 @@ def test_a_tied_copy_must_be_the_same(checkpoint):
   assert weights.load(checkpoint)[0].tied_embeddings
 
 
+@pytest.mark.parametrize(
+  ('name', 'shape', 'message'),
+  [
+    ('lm_head.weight', (), r'lm_head\.weight differs'),
+    ('lm_head.weight', (120,), r'lm_head\.weight differs'),
+    ('lm_head.weight', (0, 48), r'lm_head\.weight differs'),
+    ('model.embed_tokens.weight', (), r'embed_tokens\.weight is \(\), must'),
+  ],
+)
+def test_a_tied_copy_may_have_any_shape(checkpoint, name, shape, message):
+  edit_config(checkpoint, tie_word_embeddings=True)
+  edit_tensors(
+    checkpoint, lambda tensors: tensors.update({name: np.zeros(shape, 'f4')})
+  )
+  with pytest.raises(errors.WeightsError, match=message):
+    weights.load(checkpoint)
+
+
 def test_all_faults_of_tensors_come_in_one_error(checkpoint):
   def damage(tensors):
     del tensors['model.norm.weight']
@@ -371,6 +406,19 @@ def test_values_that_are_not_finite_are_refused(checkpoint):
       },
       'layer_types has sliding_attention, use_sliding_window is false',
     ),
+    (
+      {'rope_parameters': {'rope_type': ['linear'], 'factor': 2.0}},
+      r"rope_type=\['linear'\] is not supported",
+    ),
+    ({'rope_parameters': {'type': {}}}, 'rope_type={} is not supported'),
+    (
+      {'rope_parameters': {'sliding_attention': {'rope_type': {}}}},
+      'rope_type={} is not supported',
+    ),
+    (
+      {'rope_parameters': {'rope_type': 'linear', 'type': 'yarn', 'factor': 2}},
+      "rope_type='linear' and type='yarn' differ: leave out one",
+    ),
     ({'head_dim': 8}, r'q_proj.weight is \(64, 48\), must be \(32, 48\)'),
     ({'num_hidden_layers': 4}, r'layers\.3\.mlp\.up_proj\.weight is missing'),
   ],
@@ -381,10 +429,66 @@ def test_configs_of_other_models_are_refused(checkpoint, changes, message):
     weights.load(checkpoint)
 
 
-@pytest.mark.parametrize('content', ['', '[]', '{', '\x00'])
-def test_a_damaged_config_is_refused(checkpoint, content):
-  (checkpoint / 'config.json').write_text(content)
-  with pytest.raises(errors.WeightsError, match=r'config\.json'):
+def test_two_equal_types_of_rope_are_one(checkpoint):
+  rope = {'rope_type': 'linear', 'factor': 2.0}
+  edit_config(checkpoint, rope_parameters=rope)
+  expected = weights.check(checkpoint)
+  edit_config(checkpoint, rope_parameters=rope | {'type': 'linear'})
+  assert weights.check(checkpoint) == expected
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'hidden_size': '32'},
+    {'num_attention_heads': None, 'num_key_value_heads': None},
+    {'num_hidden_layers': -1, 'layer_types': ['full_attention'] * 3},
+  ],
+)
+def test_one_wrong_value_is_one_problem(checkpoint, changes):
+  """What would follow from it is not given, and no problem of its own."""
+  edit_config(checkpoint, **{'head_dim': 'REMOVE'} | changes)
+  with pytest.raises(errors.WeightsError) as caught:
+    weights.check(checkpoint)
+  ((name, value), *_) = changes.items()
+  assert caught.value.problems == (
+    f'{name}={value!r} must be a positive integer',
+  )
+
+
+DEEP = '{"a": ' + '[' * 100_000 + ']' * 100_000 + '}'
+DAMAGED_JSON = {
+  'empty': ('', 'is not JSON'),
+  'list': ('[]', 'is not a JSON object'),
+  'open': ('{', 'is not JSON'),
+  'zero': ('\x00', 'is not JSON'),
+  'deep': (DEEP, 'nested too deep'),
+  '200 levels': (
+    '{"a": ' + '[' * 200 + ']' * 200 + '}',
+    'nested deeper than 100 levels',
+  ),
+  '5000 digits': ('{"a": ' + '9' * 5000 + '}', 'is not JSON: .*4300 digits'),
+}
+
+
+@pytest.mark.parametrize('damage', DAMAGED_JSON)
+@pytest.mark.parametrize(
+  'name', ['config.json', 'model.safetensors.index.json']
+)
+def test_damaged_json_is_refused(checkpoint, name, damage):
+  content, message = DAMAGED_JSON[damage]
+  (checkpoint / name).write_text(content)
+  with pytest.raises(errors.WeightsError, match=message) as caught:
+    weights.load(checkpoint)
+  assert caught.value.path == str(checkpoint / name)
+
+
+def test_a_header_that_is_nested_too_deep_is_refused(checkpoint):
+  header = DEEP.encode()
+  (checkpoint / 'model.safetensors').write_bytes(
+    len(header).to_bytes(8, 'little') + header
+  )
+  with pytest.raises(errors.WeightsError, match='nested too deep'):
     weights.load(checkpoint)
 
 
@@ -400,6 +504,101 @@ def test_integer_tensors_are_refused(checkpoint):
   edit_tensors(checkpoint, damage)
   with pytest.raises(errors.WeightsError, match='is I8, must be one of'):
     weights.load(checkpoint)
+
+
+@pytest.mark.parametrize('dtype', ['I8', ['F32'], {}, None, 5])
+def test_all_dtypes_that_are_not_read_come_in_one_error(checkpoint, dtype):
+  names = ['lm_head.weight', 'model.norm.weight']
+
+  def damage(header):
+    for name in names:
+      header[name]['dtype'] = dtype
+    del header['model.layers.0.mlp.up_proj.weight']
+
+  edit_header(checkpoint / 'model.safetensors', damage)
+  for tied in (False, True):
+    edit_config(checkpoint, tie_word_embeddings=tied)
+    with pytest.raises(errors.WeightsError) as caught:
+      weights.load(checkpoint)
+    assert sorted(caught.value.problems) == [
+      f"{names[0]} in model.safetensors is {dtype}, must be one of ('F32', "
+      "'F16', 'BF16')",
+      'model.layers.0.mlp.up_proj.weight is missing',
+      f"{names[1]} in model.safetensors is {dtype}, must be one of ('F32', "
+      "'F16', 'BF16')",
+    ]
+
+
+def test_the_dtype_of_a_tensor_that_is_not_used_does_not_matter(checkpoint):
+  def add(name):
+    entry = {'dtype': 'I64', 'shape': [1, 2], 'data_offsets': [0, 16]}
+    edit_header(
+      checkpoint / 'model.safetensors', lambda h: h.update({name: entry})
+    )
+
+  expected = weights.check(checkpoint)
+  add('vision_tower.position_ids')
+  assert weights.load(checkpoint)[0] == expected
+  add('other.position_ids')
+  with pytest.raises(errors.WeightsError) as caught:
+    weights.load(checkpoint)
+  (problem,) = caught.value.problems
+  assert problem.startswith('other.position_ids in model.safetensors is I64')
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'shape': None},
+    {'shape': 'ab'},
+    {'shape': [-48]},
+    {'shape': [48.0]},
+    {'shape': [47]},
+    {'data_offsets': [0, 1, 2]},
+    {'data_offsets': 'ab'},
+    {'data_offsets': [192, 0]},
+    {'dtype': 'I8', 'data_offsets': [192, 0]},
+    {'dtype': 'I8', 'shape': ['x']},
+  ],
+)
+def test_all_damaged_entries_come_in_one_error(checkpoint, changes):
+  def damage(header):
+    header['model.norm.weight'] |= changes
+    header['lm_head.weight'] = []
+
+  edit_header(checkpoint / 'model.safetensors', damage)
+  with pytest.raises(errors.WeightsError) as caught:
+    weights.load(checkpoint)
+  found = sorted(problem.split(': ')[1] for problem in caught.value.problems)
+  assert found == [
+    'the entry of lm_head.weight makes no sense',
+    'the entry of model.norm.weight makes no sense',
+  ]
+
+
+@pytest.mark.parametrize(
+  ('names', 'said'),
+  [
+    ([], 'model.safetensors is missing'),
+    (
+      ['pytorch_model.bin'],
+      'model.safetensors is missing; there is pytorch_model.bin, not read',
+    ),
+    (
+      ['pytorch_model.bin', 'consolidated.00.pth', 'x.pt'],
+      'model.safetensors is missing; there is consolidated.00.pth and 2 more, '
+      'not read',
+    ),
+  ],
+)
+def test_a_model_of_pickles_says_how_to_save_it_anew(checkpoint, names, said):
+  (checkpoint / 'model.safetensors').unlink()
+  for name in names:
+    (checkpoint / name).write_bytes(b'x')
+  with pytest.raises(errors.WeightsError) as caught:
+    weights.load(checkpoint)
+  assert caught.value.problems == (said,)
+  assert 'safe_serialization=True' in caught.value.remedy
 
 
 @pytest.mark.parametrize('cut', [0, 1, 8, 500, 5000, -1])
@@ -580,6 +779,17 @@ def test_ggufs_of_other_models_are_refused(tmp_path, options, message):
   path = write_gguf(tmp_path / 'model.gguf', **options)
   with pytest.raises(errors.WeightsError, match=message):
     weights.load(path)
+
+
+def test_one_wrong_value_of_a_gguf_is_one_problem(tmp_path):
+  file = gguf_file.read(write_gguf(tmp_path / 'model.gguf'))
+  left_out = {f'llama.attention.{n}' for n in ('key_length', 'head_count_kv')}
+  name = 'llama.attention.head_count'
+  metadata = {k: v for k, v in file.metadata.items() if k not in left_out}
+  damaged = dataclasses.replace(file, metadata=metadata | {name: 'x'})
+  with pytest.raises(errors.WeightsError) as caught:
+    gguf_config.read(damaged, 'float32')
+  assert caught.value.problems == (f"{name}='x' must be a positive integer",)
 
 
 def test_a_part_of_a_gguf_says_how_to_merge_it(tmp_path):

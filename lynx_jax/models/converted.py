@@ -207,7 +207,7 @@ def _from_json(path: epath.Path) -> config_lib.ModelConfig:
       values['local'] = config_lib.LocalLayers(**values['local'])
     values['activation'] = config_lib.Activation(values['activation'])
     return config_lib.ModelConfig(**values)
-  except (KeyError, TypeError, ValueError) as error:
+  except (KeyError, TypeError, ValueError, OverflowError) as error:
     raise errors.WeightsError(
       path, [f'makes no sense: {error}'], _REPAIR
     ) from (error)

@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from etils import epath
@@ -16,6 +16,7 @@ from etils import epath
 from lynx_jax import config
 
 _AGAIN = 'Fetch the model again.'
+_MOST_LEVELS = 100  # of JSON: values are printed, by a function that recurs
 
 
 class WeightsError(config.ConfigError):
@@ -84,15 +85,41 @@ def read_text(path: epath.Path) -> str:
     ) from (error)
 
 
+def parse_json(text: str) -> Any:
+  """Returns the value of a JSON text.
+
+  Raises:
+    ValueError: it is none, is nested too deep, or has a number of thousands of
+      digits.
+  """
+  try:
+    value = json.loads(text)
+  except RecursionError as error:
+    raise ValueError('it is nested too deep') from error
+  level = [value]
+  for _ in range(_MOST_LEVELS):
+    level = [inner for outer in level for inner in _parts(outer)]
+  if level:
+    raise ValueError(f'it is nested deeper than {_MOST_LEVELS} levels')
+  return value
+
+
+def _parts(value: Any) -> Collection[Any]:
+  if isinstance(value, dict):
+    return value.values()
+  return value if isinstance(value, list) else ()
+
+
 def read_json(path: epath.Path) -> dict[str, Any]:
   """Reads a JSON object of a model.
 
   Raises:
     WeightsError: the file is missing or holds anything else.
   """
+  text = read_text(path)
   try:
-    value = json.loads(read_text(path))
-  except json.JSONDecodeError as error:
+    value = parse_json(text)
+  except ValueError as error:
     raise WeightsError(
       path, [f'is not JSON: {error}'], 'Fetch it again.'
     ) from (error)

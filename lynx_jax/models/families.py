@@ -2,8 +2,9 @@
 """Families of models, as values of `ModelConfig`: a row of a table each.
 
 Nowhere else is a family a name to branch on. `hf_config` and `gguf_config` read
-what files say; what no value can express is refused, by name: nothing is ever
-ignored silently.
+what files say; what is known to change the output, and no value can express, is
+refused by name. Of a `config.json` and of a GGUF's metadata only fields known
+here are looked at: others are taken to change nothing.
 
 Sources: the configuration classes of transformers 5.24
 (https://github.com/huggingface/transformers, src/transformers/models/*) and

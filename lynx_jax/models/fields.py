@@ -47,6 +47,10 @@ class Fields:
   def integer(
     self, name: str, default: int | None = None, *, least: int = 1
   ) -> int:
+    if (
+      default == 0 and self.problems and self.values.get(self.key(name)) is None
+    ):
+      return 0  # it would follow from what is a problem already
     what = 'a positive integer' if least else 'an integer, 0 or more'
     return self._typed(name, default, int, what, least) or 0
 

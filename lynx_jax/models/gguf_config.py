@@ -104,7 +104,7 @@ def read(file: gguf_file.GgufFile, dtype: str) -> Stored:
     'model_dim': model_dim,
     'ff_dim': fields.integer('feed_forward_length'),
     # Old converters did not write the size.
-    'vocab': fields.integer('vocab_size', rows),
+    'vocab': fields.integer('vocab_size', rows or None),
     'context_tokens': fields.integer('context_length'),
     'rope_theta': rope_theta,
     'rope_scaling': _scaling(file, head_dim, rope_theta, fields),
@@ -139,8 +139,9 @@ def read(file: gguf_file.GgufFile, dtype: str) -> Stored:
   else:
     fields.expect('attention.sliding_window', 0)
     fields.expect('final_logit_softcapping')
-  fields.expect('rope.dimension_count', head_dim)
-  fields.expect('attention.value_length', head_dim)
+  if head_dim:  # or else it is a problem already
+    fields.expect('rope.dimension_count', head_dim)
+    fields.expect('attention.value_length', head_dim)
   for name, neutral in _NEUTRAL.items():
     fields.expect(name, *neutral)
   config = families.checked(fields, file.path, values)

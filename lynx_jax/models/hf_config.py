@@ -190,7 +190,7 @@ def _hf_rope(raw: Raw, fields: Fields) -> tuple[dict[str, Any], float | None]:
   inner = fields.inner({'rope_theta': raw.get('rope_theta')} | given(rope))
   kind = _rope_kind(inner)
   scaling = None
-  if kind in {known.value for known in Scaling}:
+  if isinstance(kind, str) and kind in {known.value for known in Scaling}:
     scaling = {'kind': Scaling(kind), 'factor': inner.number('factor')}
     if kind == Scaling.LLAMA3.value:
       scaling['low_freq_factor'] = inner.number('low_freq_factor')
@@ -223,6 +223,11 @@ def _rope_kind(rope: Fields) -> Any:
   rope.expect('partial_rotary_factor', 1)
   values = given(rope.values)
   kind = values.get('rope_type', values.get('type'))
+  if values.get('type', kind) != kind:
+    rope.problem(
+      f'rope_type={kind!r} and type={values["type"]!r} differ: leave out one'
+    )
+    return 'default'
   if kind is None:
     for name in ('factor', 'short_factor', 'long_factor', 'mrope_section'):
       if name in values:
@@ -250,7 +255,8 @@ def _hf_local(
     is_local = family.local(fields)
     local = tuple(i for i in range(layers) if is_local(i))
   else:
-    if not isinstance(types, list) or len(types) != layers:
+    # A count of 0 is a problem already.
+    if not isinstance(types, list) or (layers and len(types) != layers):
       fields.problem(f'layer_types must be a list of {layers}')
       return None
     known = {'full_attention', _SLIDING}

@@ -14,6 +14,8 @@ from etils import epath
 
 from lynx_jax.models import errors
 
+_SCHEMES = ('gs', 's3', 'az', 'hf')  # of etils.epath 1.14
+_SCHEME = re.compile('([^/]*)://')
 _HUB_ID = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*')
 # Of a hub's repository: what is read here, and no second copy of the weights
 # (Mistral's is called consolidated.safetensors, others lie in folders).
@@ -34,6 +36,17 @@ def locate(path: str | os.PathLike[str]) -> epath.Path:
     MissingPackageError: a package that such a place needs is not installed.
   """
   name = os.path.expanduser(os.fspath(path))  # no shell does behind a '='
+  scheme = _SCHEME.match(name)
+  if scheme and scheme[1] not in _SCHEMES:
+    raise errors.WeightsError(
+      name,
+      [
+        f'{scheme[0]} is no scheme that is read, must be one of '
+        + ', '.join(f'{known}://' for known in _SCHEMES)
+      ],
+      'Give one of these, a path on this machine, or the id of a model on the '
+      'Hugging Face hub.',
+    )
   try:
     found = epath.Path(name)
     exists = found.exists()

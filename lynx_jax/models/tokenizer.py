@@ -9,6 +9,7 @@ about special tokens in one place.
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,12 @@ _END_NAMES = (
   '<|eom_id|>',
   '</s>',
 )
+_LISTS: dict[str, tuple[type, str]] = {  # of a GGUF's tokenizer
+  'tokens': (str, 'texts'),
+  'merges': (str, 'texts'),
+  'token_type': (int, 'integers'),
+}
+_BOOLEAN = 'true or false'
 _CONVERT = 'Convert the model again with a current llama.cpp.'
 
 
@@ -110,10 +117,20 @@ class Tokenizer:
       for name, key in _SPECIAL.items()
     }
     problems = [
-      f'{name} has id {id_}, the vocabulary {len(tokens)} tokens'
+      f'{name} has id {id_!r:.40}, the vocabulary {len(tokens)} tokens'
       for name, id_ in special.items()
-      if id_ is not None and not 0 <= id_ < len(tokens)
+      if id_ is not None and not _is_id(id_, len(tokens))
     ]
+    # Absent, the rule depends on the pre-tokenizer.
+    add_bos = metadata.get(
+      'tokenizer.ggml.add_bos_token',
+      metadata['tokenizer.ggml.pre'] == 'llama-bpe',
+    )
+    template = metadata.get('tokenizer.chat_template')
+    if not isinstance(add_bos, bool):
+      problems.append(_not('tokenizer.ggml.add_bos_token', add_bos, _BOOLEAN))
+    if not isinstance(template, str | None):
+      problems.append(_not('tokenizer.chat_template', template, 'a text'))
     if problems:
       raise errors.WeightsError(source, problems, _CONVERT)
     ends = {special[name] for name in ('eos_token', 'eot_token', 'eom_token')}
@@ -122,17 +139,12 @@ class Tokenizer:
       for id_, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
       if kind == _CONTROL and token in _END_NAMES
     }
-    # Absent, the rule depends on the pre-tokenizer.
-    add_bos = metadata.get(
-      'tokenizer.ggml.add_bos_token',
-      metadata['tokenizer.ggml.pre'] == 'llama-bpe',
-    )
     description = _describe_gguf(metadata, tokens)
     return cls(
       vocab=len(tokens),
       bos=special['bos_token'] if add_bos else None,
       ends=frozenset(ends - {None}),
-      chat_template=metadata.get('tokenizer.chat_template'),
+      chat_template=template,
       special_text={
         name: tokens[id_] for name, id_ in special.items() if id_ is not None
       },
@@ -151,45 +163,50 @@ class Tokenizer:
       errors.read_text(root / 'tokenizer.json'), root / 'tokenizer.json'
     )
     options = _optional_json(root / 'tokenizer_config.json')
+    problems: list[str] = []
     special = {
       name: text
       for name in _SPECIAL
-      if (text := _token_text(options.get(name)))
+      if (text := _token_text(name, options.get(name), problems))
     }
     ids = {
       text: backends['_markup'].token_to_id(text) for text in special.values()
     }
-    problems = [
+    problems += [
       f'{name} {text!r} is not in tokenizer.json'
       for name, text in special.items()
       if ids[text] is None
     ]
+    vocab = backends['_markup'].get_vocab_size(with_added_tokens=True)
     ends = {ids[special['eos_token']]} if 'eos_token' in special else set()
     for name in ('config.json', 'generation_config.json'):
       value = _optional_json(root / name).get('eos_token_id')
-      ends |= set(value) if isinstance(value, list) else {value}
+      for id_ in value if isinstance(value, list) else [value]:
+        if id_ is None or _is_id(id_, vocab):
+          ends.add(id_)
+        else:
+          problems.append(
+            f'{name}: end token {id_!r:.40} is not an id below {vocab}'
+          )
     added = backends['_markup'].get_added_tokens_decoder()
     ends |= {
       id_
       for id_, token in added.items()
       if token.special and token.content in _END_NAMES
     }
-    vocab = backends['_markup'].get_vocab_size(with_added_tokens=True)
-    ends -= {None}
-    problems += [
-      f'end token {id_!r} is not an id below {vocab}'
-      for id_ in ends
-      if not isinstance(id_, int) or not 0 <= id_ < vocab
-    ]
+    add_bos = options.get('add_bos_token')
+    if not isinstance(add_bos, bool | None):
+      problems.append(_not('add_bos_token', add_bos, _BOOLEAN))
+    template = _chat_template(root, options, problems)
     if problems:
       raise errors.WeightsError(
         root, problems, 'Fetch all tokenizer files of one revision.'
       )
     return cls(
       vocab=vocab,
-      bos=_bos_of_directory(backends['_markup'], options, special),
-      ends=frozenset(ends),
-      chat_template=_chat_template(root, options),
+      bos=_bos_of_directory(backends['_markup'], add_bos, special),
+      ends=frozenset(ends - {None}),
+      chat_template=template,
       special_text=special,
       **backends,
     )
@@ -245,7 +262,8 @@ class Tokenizer:
       messages: each with `role` (system, user, assistant) and `content`.
 
     Raises:
-      WeightsError: the model has no template, or it refuses the messages.
+      WeightsError: the model has no template, or it refuses the messages or
+        fails.
       MissingPackageError: jinja2 is not installed.
     """
     if not self.chat_template:
@@ -254,7 +272,6 @@ class Tokenizer:
         ['the model has none'],
         'Use encode(): this is a base model, or its template was not packed.',
       )
-    jinja2 = errors.optional_package('jinja2')
     # The template comes with the weights: it must not reach Python objects.
     sandbox = errors.optional_package('jinja2.sandbox')
     environment = sandbox.ImmutableSandboxedEnvironment(
@@ -264,19 +281,21 @@ class Tokenizer:
     )
     environment.filters['tojson'] = _to_json
     environment.globals['raise_exception'] = _refuse
+    chat = [dict(message) for message in messages]
     # `strftime_now` is left undefined, on which templates take a fixed date:
     # the same messages give the same ids tomorrow.
     try:
       return environment.from_string(self.chat_template).render(
-        messages=[dict(message) for message in messages],
+        messages=chat,
         add_generation_prompt=True,
         **self.special_text,
       )
-    except jinja2.TemplateError as error:
+    except Exception as error:  # the template is a program, and may do anything
       raise errors.WeightsError(
         'chat template',
         [f'{type(error).__name__}: {error}'],
-        'Messages need a role and content that this template takes.',
+        'Messages need a role and content that this template takes. If they '
+        'have them, the template is damaged: fetch it again.',
       ) from error
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -352,23 +371,29 @@ def _check_gguf(
       "model's tokenizer.json as its tokenizer (model.tokenizer).",
     )
   pre = metadata.get('tokenizer.ggml.pre')
-  if pre not in _PRETOKENIZERS:
+  if not isinstance(pre, str) or pre not in _PRETOKENIZERS:
     raise errors.WeightsError(
       source,
-      [f'tokenizer.ggml.pre is {pre!r}, must be in {sorted(_PRETOKENIZERS)}'],
+      [
+        f'tokenizer.ggml.pre is {pre!r:.40}, must be in '
+        f'{sorted(_PRETOKENIZERS)}'
+      ],
       'Another pre-tokenizer would give other ids without a warning: give a '
       "directory that holds the model's tokenizer.json as its tokenizer "
       '(model.tokenizer).',
     )
   lists: dict[str, Any] = {
-    name: metadata.get(f'tokenizer.ggml.{name}')
-    for name in ('tokens', 'merges', 'token_type')
+    name: metadata.get(f'tokenizer.ggml.{name}') for name in _LISTS
   }
-  problems = [
-    f'tokenizer.ggml.{name} is missing'
-    for name, value in lists.items()
-    if not isinstance(value, list)
-  ]
+  problems = []
+  for name, (kind, what) in _LISTS.items():
+    value, key = lists[name], f'tokenizer.ggml.{name}'
+    if value is None:
+      problems.append(f'{key} is missing')
+    elif not isinstance(value, list):
+      problems.append(_not(key, value, f'a list of {what}'))
+    elif wrong := [entry for entry in value if type(entry) is not kind]:
+      problems.append(f'{key} has {wrong[0]!r:.40}, must be {what} alone')
   if not problems and len(lists['tokens']) != len(lists['token_type']):
     problems.append(
       f'{len(lists["tokens"])} tokens, but {len(lists["token_type"])} types'
@@ -462,34 +487,61 @@ def _backends(
 
 
 def _bos_of_directory(
-  backend: Any, options: Mapping[str, Any], special: Mapping[str, str]
+  backend: Any, wanted: bool | None, special: Mapping[str, str]
 ) -> int | None:
-  """Returns BOS if the config asks for it, or else the post-processor."""
+  """Returns BOS if it is wanted; None asks the post-processor."""
   bos = special.get('bos_token')
   if bos is None:
     return None
   id_ = backend.token_to_id(bos)
-  wanted = options.get('add_bos_token')
   if wanted is None:
     wanted = backend.encode('', add_special_tokens=True).ids[:1] == [id_]
   return id_ if wanted else None
 
 
-def _chat_template(path: epath.Path, options: Mapping[str, Any]) -> str | None:
+def _chat_template(
+  path: epath.Path, options: Mapping[str, Any], problems: list[str]
+) -> str | None:
   # Current checkpoints keep it in a file of its own.
   separate = path / 'chat_template.jinja'
   if separate.exists():
     return errors.read_text(separate)
   template = options.get('chat_template')
   if isinstance(template, list):  # several, by name
-    named = {entry.get('name'): entry.get('template') for entry in template}
+    for entry in template:
+      if not isinstance(entry, dict) or any(
+        not isinstance(entry.get(key), str) for key in ('name', 'template')
+      ):
+        what = 'an object with the texts name and template'
+        problems.append(_not('chat_template', entry, what))
+        return None
+    named = {entry['name']: entry['template'] for entry in template}
     template = named.get('default')
+  if not isinstance(template, str | None):
+    problems.append(_not('chat_template', template, 'a text'))
+    return None
   return template
 
 
-def _token_text(value: Any) -> str | None:
+def _token_text(name: str, value: Any, problems: list[str]) -> str | None:
   """A token is written as its text, or as a dict that holds it."""
-  return value.get('content') if isinstance(value, dict) else value
+  text = value.get('content') if isinstance(value, dict) else value
+  if value is None:
+    return None
+  # JSON has a notation for half a character, which the package panics on.
+  if isinstance(text, str) and not re.search('[\ud800-\udfff]', text):
+    return text
+  problems.append(_not(name, value, 'a text, or an object with it as content'))
+  return None
+
+
+def _is_id(value: Any, vocab: int) -> bool:
+  # To Python a boolean is an integer.
+  return type(value) is int and 0 <= value < vocab
+
+
+def _not(name: str, value: Any, what: str) -> str:
+  return f'{name}={value!r:.40} must be {what}'
 
 
 def _optional_json(path: epath.Path) -> dict[str, Any]:

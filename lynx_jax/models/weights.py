@@ -158,10 +158,14 @@ def find_packaged_gguf() -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-  """A stored tensor: its shape, and how to read rows [start, stop) of it."""
+  """A stored tensor: its shape, and how to read rows [start, stop) of it.
+
+  What has a `fault` cannot be read: it says why.
+  """
 
   shape: tuple[int, ...]
   rows: Callable[[int, int, paths.Files], np.ndarray]
+  fault: str | None = None
 
 
 def _read_gguf(
@@ -182,7 +186,7 @@ def _read_directory(
   root = epath.Path(path)
   stored = hf_config.read(root, dtype)
   tensors = {
-    name: _Tensor(info.shape, info.rows)
+    name: _Tensor(info.shape, info.rows, info.fault)
     for name, info in safetensors_file.read_directory(root).items()
   }
   if stored.config.tied_embeddings:
@@ -214,8 +218,12 @@ def _check(
   }
   problems = [f'{name} is missing' for name in names if name not in tensors]
   for name, tensor in tensors.items():
+    if name not in names and stored.ignored.fullmatch(name):
+      continue
+    if tensor.fault is not None:
+      problems.append(f'{name} {tensor.fault}')
     if name not in names:
-      if not stored.ignored.fullmatch(name):
+      if tensor.fault is None:
         problems.append(f'{name} {tensor.shape} is not part of the model')
       continue
     view = _view(str(names[name][-1]), wanted[names[name]])
@@ -426,8 +434,13 @@ def _drop_tied_copy(
   originals = [n for n, path in stored.names.items() if path == ('embedding',)]
   if not copies or originals[0] not in tensors:
     return
-  copy, embedding = tensors.pop(copies[0]), tensors[originals[0]]
-  rows = copy.shape[0]
+  copy, embedding = tensors[copies[0]], tensors[originals[0]]
+  if copy.fault is not None:
+    return  # it is refused with the others
+  del tensors[copies[0]]
+  rows, dim = stored.config.vocab, stored.config.model_dim
+  if embedding.fault is not None or embedding.shape != (rows, dim):
+    return  # so is that one
   with paths.files() as files:
 
     def is_equal(start: int) -> bool:
