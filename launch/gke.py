@@ -4,20 +4,23 @@
     python -m launch.gke --name=lynx --slice=v6e-8 --image=IMAGE --dry-run -- \
         --config=configs/checkpoint.py --config.model.path=gs://BUCKET/MODEL
 
-creates the secret and the JobSet with `kubectl`; --dry-run prints the commands
-and the YAML instead. What follows `--` goes to both sides. Of a slice of
-several hosts each runs a pod, and together they are one side. Decode starts
-when prefill serves, finds it by its names in the JobSet's network, and ends
-both.
+creates the secret and the JobSet with `kubectl`; where the JobSet fails, the
+secret goes too. --dry-run prints the commands and the YAML instead. What
+follows `--` goes to both sides. Of a slice of several hosts each runs a pod,
+and together they are one side. Decode starts when prefill serves, finds it by
+its names in the JobSet's network, and ends both.
 
 It knows no study: roles, addresses and token are all that it adds.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import os
 import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -57,6 +60,11 @@ SLICES = {
     accelerator='tpu-v6e-slice', topology='4x4', chips=4, hosts=4
   ),
 }
+
+
+# https://kubernetes.io/docs/concepts/overview/working-with-objects/names
+_LABEL = '[a-z0-9]([a-z0-9-]*[a-z0-9])?'
+_DNS_1123 = re.compile(rf'{_LABEL}(\.{_LABEL})*')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,6 +218,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('flags', nargs='+', help='of experiments.main, after --')
   values = vars(parser.parse_args(arguments))
   dry_run = values.pop('dry_run')
+  # Kubernetes would refuse both only when the secret is made.
+  if not re.fullmatch(r'[^\s-]\S*', values['image']):
+    parser.error(
+      f'--image={values["image"]!r}: must name an image, for example '
+      'REGISTRY/lynx:1'
+    )
+  claim = values['claim']
+  if claim is not None and not (
+    len(claim) < 254 and _DNS_1123.fullmatch(claim)
+  ):
+    parser.error(
+      f'--claim={claim!r}: must be at most 253 of a-z, 0-9, - and ., and begin '
+      'and end with a letter or digit'
+    )
   # A host's label is at most 63 letters: NAME-prefill-0-N.
   if not re.fullmatch(r'[a-z]([a-z0-9-]{0,44}[a-z0-9])?', values['name']):
     parser.error(
@@ -224,20 +246,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
       'example --config=configs/checkpoint.py'
     )
   launch = Launch(**values | {'flags': tuple(values['flags'])})
+  text = yaml.safe_dump(manifest(launch), sort_keys=False)
+  if dry_run:
+    return _show(launch, text)
+  if shutil.which('kubectl') is None:
+    return _fail(
+      'there is no kubectl on PATH; install it (`gcloud components install '
+      'kubectl`), or see with --dry-run what it would be given'
+    )
+  try:
+    return _create(launch, text)
+  except KeyboardInterrupt:
+    print(
+      f'interrupted; `kubectl get secret/{launch.name} jobset/{launch.name}` '
+      'shows what is left',
+      file=sys.stderr,
+    )
+    return 130
+
+
+def _commands(launch: Launch) -> tuple[list[str], list[str]]:
+  """Returns what makes the secret, and what makes the JobSet."""
   # Arguments of a process can be read by everybody on its machine.
   token = '--from-file=token=/dev/stdin'
   secret = ['kubectl', 'create', 'secret', 'generic', launch.name, token]
-  apply = ['kubectl', 'apply', '--filename=-']
-  text = yaml.safe_dump(manifest(launch), sort_keys=False)
-  if dry_run:
+  return secret, ['kubectl', 'apply', '--filename=-']
+
+
+def _show(launch: Launch, text: str) -> int:
+  secret, apply = _commands(launch)
+  try:
     print(f'{shlex.join(secret)} <<< TOKEN')
-    print(f"{shlex.join(apply)} <<'YAML'\n{text}YAML")
-    return 0
-  for command, given in ((secret, secrets.token_hex(32)), (apply, text)):
-    done = subprocess.run(command, input=given, text=True, check=False)
-    if done.returncode:
-      return done.returncode
+    print(f"{shlex.join(apply)} <<'YAML'\n{text}YAML", flush=True)
+  except BrokenPipeError:
+    # The reader has gone (`| head`): Python would complain at exit.
+    with contextlib.suppress(OSError):
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
   return 0
+
+
+def _create(launch: Launch, text: str) -> int:
+  """Makes secret and JobSet; a secret without a JobSet does not stay."""
+  secret, apply = _commands(launch)
+  token = secrets.token_hex(32)
+  done = subprocess.run(secret, input=token, text=True, check=False)
+  if done.returncode:  # one of that name may be of a JobSet that runs
+    return done.returncode
+  status = None
+  try:
+    done = subprocess.run(apply, input=text, text=True, check=False)
+    status = done.returncode
+    return status
+  finally:
+    if status != 0:
+      _delete_secret(launch.name)
+
+
+def _delete_secret(name: str) -> None:
+  command = ['kubectl', 'delete', f'secret/{name}']
+  if subprocess.run(command, check=False).returncode:
+    _fail(
+      f'the secret {name} was made and could not be deleted again; '
+      f'`{shlex.join(command)}` does it'
+    )
+
+
+def _fail(message: str) -> int:
+  print(f'error: {message}', file=sys.stderr)
+  return 2
 
 
 if __name__ == '__main__':

@@ -10,13 +10,14 @@
 #   setup          this checkout, its Python packages and a shared token
 #   preflight FLAG…  says what of `run FLAG…` would fail
 #   run FLAG…      prefill in the background, decode here until it ends
-#   fetch FOLDER   copies records, report and logs into FOLDER
+#   fetch FOLDER   copies records, report and logs into FOLDER, decode's first
 #   delete         both slices
 #
 # Options:
 #   --project=P    of gcloud; else its own setting
 #   --port=N       of prefill's control channel (7000)
-#   --dry-run      prints the commands, and runs none
+#   --dry-run      prints the commands, and runs none; it may follow the step,
+#                  but must stand before the flags of a run
 set -euo pipefail
 ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || {
   echo "error: bash $BASH_VERSION is too old, 4.4 is needed" >&2
@@ -60,6 +61,34 @@ done
 (($#)) || usage
 step=$1
 shift
+case $step in
+  run | preflight) most=all ;;
+  create | fetch) most=1 ;;
+  setup | delete) most=0 ;;
+  *) fail "$step is no step; see --help" ;;
+esac
+
+surplus() {
+  echo "error: $step does not take '$1'" >&2
+  usage
+}
+
+given=()
+for word; do
+  if [[ $most == all && ${#given[@]} -gt 0 ]]; then
+    # The study has no such flag, and would say so on slices that have begun.
+    [[ $word != --dry[-_]run* ]] ||
+      fail "$word must stand before the flags of $step"
+    given+=("$word")
+  elif [[ $word == --dry-run ]]; then
+    dry_run=yes
+  elif [[ $most != all && ($word == -* || ${#given[@]} -ge $most) ]]; then
+    surplus "$word"
+  else
+    given+=("$word")
+  fi
+done
+set -- ${given[@]+"${given[@]}"}
 
 # Runs a command, or prints it so that a shell could run it.
 run() {
@@ -159,23 +188,42 @@ end_prefill() {
   on "$prefill" "[ ! -f runs/prefill.pid ] || kill -TERM \$(cat runs/prefill.pid) || true"
 }
 
+# each COMMAND SLICE…: goes through all slices though one fails; the worst
+# status. At Ctrl-C the next one is left alone.
+each() {
+  local command=$1 slice status worst=0
+  shift
+  trap 'exit 130' INT
+  for slice in "$@"; do
+    status=0
+    "$command" "$slice" || status=$?
+    ((status == 0)) || echo "error: $step of $slice ended with $status" >&2
+    ((status <= worst)) || worst=$status
+  done
+  return "$worst"
+}
+
 fetch() {
   local folder=${1-}
   [[ $folder ]] || fail 'fetch needs a folder'
+  [[ $folder == /* ]] || folder=${caller%/}/$folder
   run mkdir -p "$folder"
-  local slice
-  for slice in "$prefill" "$decode"; do
-    tpus tpu-vm scp --recurse "$slice:$home/runs" "$folder/$slice" --worker=0
-  done
+  each fetch_slice "$decode" "$prefill"
+}
+
+fetch_slice() {
+  tpus tpu-vm scp --recurse "$1:$home/runs" "$folder/$1" --worker=0
 }
 
 delete() {
-  local slice
-  for slice in "$prefill" "$decode"; do
-    tpus tpu-vm delete "$slice" --quiet
-  done
+  each delete_slice "$prefill" "$decode"
 }
 
+delete_slice() {
+  tpus tpu-vm delete "$1" --quiet
+}
+
+readonly caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case $step in
   create) create "$@" ;;
@@ -184,5 +232,4 @@ case $step in
   run) serve "$@" ;;
   fetch) fetch "$@" ;;
   delete) delete ;;
-  *) fail "$step is no step; see --help" ;;
 esac

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch scripts print, without a cloud, commands that our own flags accept."""
 
+import contextlib
 import math
 import os
 import pathlib
 import re
 import shlex
+import signal
 import subprocess
+import sys
+import tempfile
+import time
 
 import pytest
 import yaml
@@ -25,15 +30,29 @@ def _in_the_checkout(monkeypatch):
   monkeypatch.chdir(ROOT)
 
 
-def script(*arguments: str) -> subprocess.CompletedProcess:
-  """Runs the script where there is no gcloud to call."""
-  return subprocess.run(
-    [SCRIPT, *arguments],
-    capture_output=True,
-    text=True,
-    check=False,
-    env={'PATH': '/usr/bin:/bin', 'HOME': os.environ.get('HOME', '/')},
-  )
+def tool(folder: pathlib.Path, name: str, body: str) -> pathlib.Path:
+  """Makes a command that stands before the machine's own."""
+  file = folder / name
+  file.write_text(f'#!/bin/bash\n{body}')
+  file.chmod(0o755)
+  return folder
+
+
+def script(
+  *arguments: str, tools: pathlib.Path | None = None, cwd: pathlib.Path = ROOT
+) -> subprocess.CompletedProcess:
+  """Runs the script, which calls no gcloud but that of `tools`."""
+  with tempfile.TemporaryDirectory() as empty:
+    if tools is None:
+      tools = tool(pathlib.Path(empty), 'gcloud', 'echo called: "$*"; exit 9')
+    return subprocess.run(
+      [SCRIPT, *arguments],
+      capture_output=True,
+      text=True,
+      check=False,
+      cwd=cwd,
+      env={'PATH': f'{tools}:/usr/bin:/bin'},
+    )
 
 
 def called(tmp_path, addresses: str, *arguments: str) -> list[list[str]]:
@@ -56,8 +75,8 @@ def called(tmp_path, addresses: str, *arguments: str) -> list[list[str]]:
   return [call.split('\0')[:-1] for call in log.read_text().split('\n\0')][:-1]
 
 
-def printed(*arguments: str) -> list[list[str]]:
-  done = script(*SLICES, '--dry-run', *arguments)
+def printed(*arguments: str, cwd: pathlib.Path = ROOT) -> list[list[str]]:
+  done = script(*SLICES, '--dry-run', *arguments, cwd=cwd)
   assert done.returncode == 0, done.stderr
   return [shlex.split(line) for line in done.stdout.splitlines()]
 
@@ -230,6 +249,123 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
   assert done.stdout == ''
 
 
+STEPS = (
+  ['create', 'v6e-8'],
+  ['setup'],
+  ['preflight', *FLAGS],
+  ['run', *FLAGS],
+  ['fetch', 'F'],
+  ['delete'],
+)
+
+
+@pytest.mark.parametrize('words', STEPS, ids=lambda words: words[0])
+def test_a_dry_run_may_be_asked_for_behind_the_step(words):
+  step, *rest = words
+  before = script(*SLICES, '--dry-run', *words)
+  after = script(*SLICES, step, '--dry-run', *rest)
+  assert before.returncode == after.returncode == 0, after.stderr
+  assert 'gcloud' in before.stdout
+  assert after.stdout == before.stdout
+  if step in ('create', 'fetch'):
+    last = script(*SLICES, *words, '--dry-run')
+    assert (last.returncode, last.stdout) == (0, before.stdout)
+
+
+@pytest.mark.parametrize('step', ['run', 'preflight'])
+@pytest.mark.parametrize('flag', ['--dry-run', '--dry_run', '--dry-run=true'])
+def test_a_dry_run_among_the_flags_of_a_run_is_refused(step, flag):
+  done = script(*SLICES, step, *FLAGS, flag)
+  assert (done.returncode, done.stdout) == (2, '')
+  assert done.stderr == (
+    f'error: {flag} must stand before the flags of {step}\n'
+  )
+
+
+@pytest.mark.parametrize(
+  'words, surplus',
+  [
+    (['create', 'v6e-8', 'v6e-16'], 'v6e-16'),
+    (['create', 'v6e-8', '--spot'], '--spot'),
+    (['setup', 'now'], 'now'),
+    (['fetch', 'F', 'G'], 'G'),
+    (['fetch', '--dryrun'], '--dryrun'),
+    (['delete', 'one'], 'one'),
+    (['delete', ''], ''),
+  ],
+)
+def test_what_a_step_does_not_take_is_refused_with_the_usage(words, surplus):
+  done = script(*SLICES, *words)
+  assert (done.returncode, done.stdout) == (2, '')
+  error, *usage = done.stderr.splitlines()
+  assert error == f'error: {words[0]} does not take {surplus!r}'
+  assert any('--dry-run' in line for line in usage)
+
+
+@pytest.mark.parametrize('statuses', [(0, 0), (3, 0), (0, 3), (3, 1), (1, 3)])
+@pytest.mark.parametrize('words', [['delete'], ['fetch', 'F']])
+def test_a_slice_that_fails_does_not_keep_the_other(tmp_path, words, statuses):
+  """Slices cost until they are deleted; of records, one side is something."""
+  one, two = statuses
+  tool(
+    tmp_path,
+    'gcloud',
+    f'echo "$*"; [[ "$*" != *" one"[\\ :]* ]] || exit {one}\n'
+    f'[[ "$*" != *" two"[\\ :]* ]] || exit {two}\n',
+  )
+  done = script(*SLICES, *words, tools=tmp_path, cwd=tmp_path)
+  assert done.returncode == max(statuses)
+  calls = done.stdout.splitlines()
+  first = {'delete': 'one', 'fetch': 'two:'}[words[0]]
+  second = {'delete': 'two', 'fetch': 'one:'}[words[0]]
+  assert len(calls) == 2
+  assert f' {first}' in calls[0]
+  assert f' {second}' in calls[1]
+  for name, status in zip(('one', 'two'), statuses, strict=True):
+    told = f'{words[0]} of {name} ended with {status}' in done.stderr
+    assert told == (status != 0)
+
+
+def test_ctrl_c_leaves_the_slice_alone_that_has_its_turn_next(tmp_path):
+  """What runs ends by itself then, with a status of its own."""
+  log = tmp_path / 'log'
+  tool(
+    tmp_path,
+    'gcloud',
+    f'trap "exit 1" INT; echo "$*" >> {shlex.quote(str(log))}\n'
+    'for _ in {1..300}; do sleep 0.1; done\n',
+  )
+  process = subprocess.Popen(
+    [SCRIPT, *SLICES, 'delete'],
+    stderr=subprocess.DEVNULL,
+    env={'PATH': f'{tmp_path}:/usr/bin:/bin'},
+    start_new_session=True,
+  )
+  try:
+    for _ in range(300):
+      if log.exists() and log.read_text():
+        break
+      time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert process.wait(timeout=30) == 130
+  finally:
+    with contextlib.suppress(ProcessLookupError):  # whoever is left
+      os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+  assert len(log.read_text().splitlines()) == 1
+
+
+def test_a_folder_is_one_of_the_caller(tmp_path):
+  make, *copies = printed('fetch', 'runs/pod', cwd=tmp_path)
+  assert make == ['mkdir', '-p', f'{tmp_path}/runs/pod']
+  assert [copy[7] for copy in copies] == [
+    f'{tmp_path}/runs/pod/two',
+    f'{tmp_path}/runs/pod/one',
+  ]
+  make, *_ = printed('fetch', '/at/a root', cwd=tmp_path)
+  assert make[-1] == '/at/a root'
+
+
 def rendered(capsys, *more: str, slice_: str = 'v6e-8') -> dict:
   arguments = ['--name=lynx', f'--slice={slice_}', '--image=registry/lynx:1']
   assert gke.main([*arguments, '--dry-run', *more, '--', *FLAGS]) == 0
@@ -257,6 +393,70 @@ def test_the_token_is_no_argument(tmp_path, monkeypatch):
   assert secret == 'create secret generic lynx --from-file=token=/dev/stdin'
   assert len(token) == 64
   assert apply == 'apply --filename=-'
+
+
+KUBECTL = """
+log={log}
+echo "$*" >> $log
+cat > /dev/null
+[[ $1 != apply ]] || exit {apply}
+[[ $1 != delete ]] || exit {delete}
+"""
+
+
+def kubectl(tmp_path, monkeypatch, **statuses: int) -> pathlib.Path:
+  """Puts a kubectl on PATH that ends with statuses; returns its log."""
+  log = tmp_path / 'log'
+  defaults = {'apply': 0, 'delete': 0}
+  body = KUBECTL.format(log=shlex.quote(str(log)), **defaults | statuses)
+  tool(tmp_path, 'kubectl', body)
+  monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+  return log
+
+
+@pytest.mark.parametrize('deleted', [0, 1])
+def test_a_secret_without_its_jobset_does_not_stay(
+  tmp_path, monkeypatch, capsys, deleted
+):
+  """Else the next try fails for its name."""
+  log = kubectl(tmp_path, monkeypatch, apply=7, delete=deleted)
+  arguments = ['--name=lynx', '--slice=v6e-8', '--image=registry/lynx:1']
+  assert gke.main([*arguments, '--', *FLAGS]) == 7
+  assert log.read_text().splitlines()[-1] == 'delete secret/lynx'
+  told = 'kubectl delete secret/lynx' in capsys.readouterr().err
+  assert told == bool(deleted)
+
+
+def test_a_secret_of_a_jobset_stays(tmp_path, monkeypatch):
+  log = kubectl(tmp_path, monkeypatch)
+  arguments = ['--name=lynx', '--slice=v6e-8', '--image=registry/lynx:1']
+  assert gke.main([*arguments, '--', *FLAGS]) == 0
+  assert 'delete' not in log.read_text()
+
+
+def test_without_kubectl_one_line_says_so(tmp_path, monkeypatch, capsys):
+  monkeypatch.setenv('PATH', str(tmp_path))
+  arguments = ['--name=lynx', '--slice=v6e-8', '--image=registry/lynx:1']
+  assert gke.main([*arguments, '--', *FLAGS]) == 2
+  error = capsys.readouterr().err
+  assert error.startswith('error: there is no kubectl on PATH; install it')
+  assert error.count('\n') == 1
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+  """As of `--dry-run | head -3`; the pipe is closed before it is written."""
+  read, write = os.pipe()
+  os.close(read)
+  arguments = ['--name=lynx', '--slice=v6e-8', '--image=i', '--dry-run']
+  done = subprocess.run(
+    [sys.executable, '-m', 'launch.gke', *arguments, '--', *FLAGS],
+    stdout=write,
+    stderr=subprocess.PIPE,
+    text=True,
+    check=False,
+  )
+  os.close(write)
+  assert (done.returncode, done.stderr) == (1, '')
 
 
 def test_a_jobset_has_two_jobs_on_slices_of_their_own(capsys):
@@ -331,6 +531,13 @@ def test_a_job_has_a_pod_for_every_host(capsys, name):
   [
     (['--port=70000', '--', '--config=x'], '--port=70000 must be in 1..65535'),
     (['--', '--workdir=x'], "comes first, not '--workdir=x'"),
+    (['--image=', '--', '--config=x'], "--image='': must name an image"),
+    (['--image=a b', '--', '--config=x'], "--image='a b': must name"),
+    (['--claim=a b', '--', '--config=x'], "--claim='a b': must be at most"),
+    (['--claim=', '--', '--config=x'], "--claim='': must be at most"),
+    (['--claim=Mine', '--', '--config=x'], "--claim='Mine': must be"),
+    (['--claim=a..b', '--', '--config=x'], "--claim='a..b': must be"),
+    ([f'--claim={"a" * 254}', '--', '--config=x'], "a': must be at most"),
   ],
 )
 def test_a_mistake_in_flags_of_a_jobset(capsys, more, message):
