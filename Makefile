@@ -11,6 +11,8 @@
 #   make peers     other KV caches beside ours: formulas, and their own code
 #   make transport-study  transfers over real links, and faults (root; 20 minutes)
 #   make pod-compile  the programs of 8B and 70B models for slices of TPU chips
+#   make kernel-costs  every kernel for every TPU generation, compared
+#   make bench     times the kernels on whatever device is here
 #   make notebook  executes experiments/lynx_colab.ipynb (4 minutes)
 #   make figures   redraws the figures of README and docs, compares numbers
 #   make docs      writes what is generated in README and docs
@@ -18,6 +20,8 @@
 #   make lint      ruff and mypy alone
 #   make format    let ruff rewrite the files
 #   make lock      resolve the pinned requirements anew (needs uv)
+#   make setup     the .venv with what the jobs need, and no job
+#   make setup-test  the same with what the tests need
 #   make clean     remove what this Makefile made, the .venv included
 #
 # Needs Linux on x86-64, Python 3.11 to 3.14 with pip and venv, make and git.

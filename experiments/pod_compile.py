@@ -3,11 +3,12 @@
 
   make pod-compile                            # all of them
   python -m experiments.pod_compile --missing # those without a record
-  python -m experiments.pod_compile --cells Qwen3-8B,v6e-8,verify
+  python -m experiments.pod_compile --cells Qwen3-8B,v6e-8,32k,verify
 
 updates `experiments/pod_costs.json`, cell by cell, and fails where a program
 copies a cache, communicates other than it must, does not fit, or costs 3 %
-more than the file says. Weights and caches are shapes only.
+more than the file says. Weights and caches are shapes only. At Ctrl-C what is
+done is kept, and the exit code is 130.
 
 All figures are *compiled*: of one chip, by the compiler's own count, which does
 not look into kernels. `hbm_bytes` is the memory budget of the side that runs
@@ -17,15 +18,17 @@ It knows no kernel and no clock.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import multiprocessing
 import os
 import pathlib
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -46,6 +49,8 @@ from lynx_jax.transport.streams import WireFormat
 FILE = pathlib.Path(__file__).with_name('pod_costs.json')
 HEADROOM = 0.1  # of a chip's memory stays free
 TOLERANCE = 0.03
+INTERRUPTED = 130
+USER_MISTAKE = 2
 COMPARED = ('flops', 'bytes', 'hbm_bytes')
 LAYERS_A_GROUP = 1
 # `rounds` is unrolled over the layers, each as the one before: with two groups
@@ -130,6 +135,11 @@ class Cell:
   @property
   def key(self) -> tuple[str, str, str, int]:
     return (self.model, self.topology, self.stage, self.tokens)
+
+  @property
+  def words(self) -> set[str]:
+    """What it is chosen by; 32k and 32768 are the same."""
+    return {*map(str, self.key), f'{self.tokens >> 10}k'}
 
   @property
   def slots(self) -> int:
@@ -318,12 +328,51 @@ def faults(
 
 
 def load() -> dict[tuple, dict[str, Any]]:
-  """Returns the records of the file by the keys of their cells."""
+  """Returns the records of the file by the keys of their cells.
+
+  Raises:
+    OSError: it cannot be read.
+    ValueError: it is damaged.
+  """
   if not FILE.exists():
     return {}
   records = json.loads(FILE.read_text(encoding='utf-8'))
   names = [field.name for field in dataclasses.fields(Cell)]
-  return {tuple(r[name] for name in names): r for r in records}
+  if not isinstance(records, list):
+    raise ValueError(f'a {type(records).__name__}, no list of records')
+  try:
+    return {tuple(r[name] for name in names): r for r in records}
+  except (KeyError, TypeError) as error:
+    raise ValueError(f'what is no record: {error!r}') from error
+
+
+def save(records: Sequence[dict[str, Any]]) -> None:
+  """Replaces the file, so that nobody ever sees half of it."""
+  part = FILE.with_name(FILE.name + '.part')
+  try:
+    part.write_text(json.dumps(records, indent=1) + '\n', encoding='utf-8')
+    part.replace(FILE)
+  finally:
+    part.unlink(missing_ok=True)
+
+
+def file_fault() -> str | None:
+  """Returns why the file cannot be read or written, and what helps."""
+  try:
+    load()
+  except ValueError as error:
+    return f'{FILE} is damaged ({error}); `git restore {FILE}` brings it back'
+  except OSError as error:
+    return f'{FILE} cannot be read: {error.strerror}; see its rights'
+  part = FILE.with_name(FILE.name + '.part')
+  try:
+    part.touch()
+    part.unlink()
+  except OSError as error:
+    return f'{FILE} cannot be written: {error.strerror}; see its folder'
+  if FILE.exists() and not os.access(FILE, os.W_OK):
+    return f'{FILE} cannot be written; `chmod u+w` lets it'
+  return None
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -340,6 +389,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     '|---|---|---|---|---|---|---|---|',
   ]
   for (model, topology, tokens), sides in rows.items():
+    if len(sides) < 2:  # `--cells` of one stage, and no record of others
+      continue
     shown = [
       f'{_of_chip(sides[side])} | {most_slots(sides[side])}'
       for side in (True, False)
@@ -367,7 +418,9 @@ def _of_chip(record: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument(
-    '--cells', default='', help='only cells with these words: v5e-8,verify'
+    '--cells',
+    default='',
+    help='only cells that have all of these words: v5e-8,32k,verify',
   )
   parser.add_argument(
     '--missing', action='store_true', help='only cells without a record'
@@ -381,33 +434,47 @@ def main(arguments: list[str] | None = None) -> int:
   chosen = parser.parse_args(arguments)
   if not chosen.jobs or chosen.jobs < 1:
     parser.error(f'--jobs={chosen.jobs} must be 1 or more')
-  words = {w for w in chosen.cells.split(',') if w}
-  known = {str(word) for cell in cells() for word in cell.key}
+  words = {w.strip() for w in chosen.cells.split(',')} - {''}
+  known = set().union(*(cell.words for cell in cells()))
   if not words <= known:
     parser.error(
       f'--cells: no cell has {", ".join(sorted(words - known))}; there are '
       f'{", ".join(sorted(known))}'
     )
+  picked = [cell for cell in cells() if words <= cell.words]
+  if not picked:
+    parser.error(f'--cells: no cell has all of {", ".join(sorted(words))}')
+  fault = file_fault()
+  if fault is not None:  # not when the first cell is done
+    print(f'error: {fault}', file=sys.stderr)
+    return USER_MISTAKE
   tpu_compiler.write_no_listings()  # what workers inherit
-  records, wrong = load(), []
-  missing = [
-    cell
-    for cell in cells()
-    if words <= {*map(str, cell.key)}
-    and not (chosen.missing and cell.key in records)
-  ]
-  for cell, record in _measured(missing, chosen.jobs):
-    old, records[cell.key] = records.get(cell.key), record
-    ordered = [records[c.key] for c in cells() if c.key in records]
-    text = json.dumps(ordered, indent=1)
-    FILE.write_text(text + '\n', encoding='utf-8')  # what is done is kept
+  records, wrong, done = load(), [], 0
+  missing = [c for c in picked if not (chosen.missing and c.key in records)]
+  try:
+    # Closed at once, so that an interrupt in this loop ends the workers too.
+    with contextlib.closing(_measured(missing, chosen.jobs)) as measured:
+      for cell, record in measured:
+        old = records.get(cell.key)
+        new = records | {cell.key: record}
+        save([new[c.key] for c in cells() if c.key in new])
+        records, done = new, done + 1
+        print(
+          f'{cell.model} {cell.topology} {cell.tokens >> 10}k {cell.stage}: '
+          f'{_of_chip(record)} GiB, {record["collectives"]}, '
+          f'{record["compile_s"]} s, {record["compile_cpu_s"]} of the CPU',
+          flush=True,
+        )
+        wrong += [f'{cell.key}: {fault}' for fault in faults(record, old)]
+  except KeyboardInterrupt:
+    print('\n'.join(wrong))
     print(
-      f'{cell.model} {cell.topology} {cell.tokens >> 10}k {cell.stage}: '
-      f'{_of_chip(record)} GiB, {record["collectives"]}, '
-      f'{record["compile_s"]} s, {record["compile_cpu_s"]} of the CPU',
+      f'interrupted; {done} of {len(missing)} cells were compiled, and their '
+      f'records are in {FILE}; --missing compiles cells without a record',
+      file=sys.stderr,
       flush=True,
     )
-    wrong += [f'{cell.key}: {fault}' for fault in faults(record, old)]
+    return INTERRUPTED
   print(table([*records.values()]))
   print('\n'.join(wrong))
   return bool(wrong)
@@ -415,20 +482,43 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _measured(
   missing: Sequence[Cell], jobs: int
-) -> Iterator[tuple[Cell, dict[str, Any]]]:
-  """Yields cells with their records, as they are done."""
-  with futures.ProcessPoolExecutor(
+) -> Generator[tuple[Cell, dict[str, Any]], None, None]:
+  """Yields cells with their records, as they are done.
+
+  Whoever leaves before the end ends the workers, whatever they compile.
+  """
+  others = {*multiprocessing.active_children()}
+  pool = futures.ProcessPoolExecutor(
     jobs,
     # A fork would have the parent's threads and locks.
     mp_context=multiprocessing.get_context('spawn'),
     initializer=tpu_compiler.write_no_listings,
-  ) as pool:
-    tasks = {pool.submit(measure, cell): cell for cell in missing}
-    try:
-      for task in futures.as_completed(tasks):
-        yield tasks[task], task.result()
-    finally:  # what has not begun must not hold up a fault, or Ctrl-C
+  )
+  finished = False
+  try:
+    # A terminal sends Ctrl-C to the workers, too, which inherit what is
+    # blocked. The pool starts them here, one for each cell up to `jobs`.
+    with _no_interrupt():
+      tasks = {pool.submit(measure, cell): cell for cell in missing}
+    for task in futures.as_completed(tasks):
+      yield tasks[task], task.result()
+    finished = True
+  finally:
+    with _no_interrupt():
+      if not finished:
+        for worker in {*multiprocessing.active_children()} - others:
+          worker.kill()
       pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+  """Puts Ctrl-C off."""
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+  try:
+    yield
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _cache_copies(hlo: str, cache: Any) -> list[str]:

@@ -6,6 +6,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import subprocess
 
 import pytest
 
@@ -224,6 +225,20 @@ def _is_place_for_a_name(text: str) -> bool:
 def _makefiles() -> str:
   files = (ROOT / 'Makefile', ROOT / 'experiments' / 'kernels.mk')
   return '\n'.join(file.read_text(encoding='utf-8') for file in files)
+
+
+def test_make_lists_all_that_it_makes():
+  """As README promises of `make` alone."""
+  done = subprocess.run(
+    ['make', '--no-print-directory', 'help'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  listed = set(re.findall(r'^ +make ([\w-]+) ', done.stdout, re.MULTILINE))
+  phony = re.findall(r'^\.PHONY: (.*)', _makefiles(), re.MULTILINE)
+  assert {*listed, 'help', '$(STAMPS)/venv'} == {*' '.join(phony).split()}
 
 
 GENERATIONS = ('v5e', 'v5p', 'v6e', 'tpu7x')
