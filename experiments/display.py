@@ -120,7 +120,8 @@ class Screen:
   ) -> None:
     """Prints any table; names of rows are broken where it is too wide.
 
-    Where there is room they are broken at blanks alone. No number is broken.
+    Where there is room they are broken at blanks alone, and if that is not
+    enough, so are the other cells. No number is broken.
     """
     grid = table.Table(
       title=title,
@@ -138,9 +139,17 @@ class Screen:
     for row in rows:
       grid.add_row(*map(text.Text, row))
     if not _fits(grid, self._console):
-      for i, column in enumerate(grid.columns[1:], 1):
-        words = *header[i].split(), *(row[i] for row in rows)
-        column.width = max(map(len, words), default=0)
+      columns = [*zip(header, *rows, strict=True)]
+      widths = [max(map(len, [*h.split(), *cells])) for h, *cells in columns]
+      words = [max(map(len, ' '.join(c).split()), default=0) for c in columns]
+      if words[0] + sum(widths[1:]) + len(widths) > self._console.width:
+        spare = self._console.width - widths[0] - sum(words[1:]) - len(widths)
+        more = max(0, spare // (len(widths) - 1))
+        widths = [
+          min(w + more, most) for w, most in zip(words, widths, strict=True)
+        ]
+      for column, width in zip(grid.columns[1:], widths[1:], strict=True):
+        column.width = width
     self._console.print(grid)
 
 

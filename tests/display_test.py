@@ -181,6 +181,17 @@ def test_the_table_has_medians_and_ratios():
   assert lynx['TTFT committed, s'] == display.UNKNOWN
 
 
+def test_a_grid_breaks_long_cells_before_it_loses_names():
+  file = io.StringIO()
+  screen = display.Screen(console.Console(file=file, width=60))
+  cells = ('bf16 2, int8 6, lynx 6, lynx_2bit 1', 'int8 1, lynx 12') * 2
+  screen.grid('Advice', ('load', *'abcd'), [('1,000 at once', *cells)])
+  shown = file.getvalue()
+  assert max(map(len, shown.splitlines())) <= 60
+  for word in ('1,000', 'at', 'once', 'lynx_2bit', '12'):
+    assert word in shown
+
+
 def test_a_terminal_of_a_few_columns_breaks_no_number(monkeypatch):
   monkeypatch.setenv('COLUMNS', '5')
   file = io.StringIO()
