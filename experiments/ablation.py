@@ -463,6 +463,7 @@ class _Work:
   def _request(self, file, repeat, scheme, mode, environment):
     settings, engine = self.settings, self.lines[scheme.name].engine
     form = Form.VERIFY if scheme.is_speculative else Form.PLAIN
+    engine.spoil_cache()  # it may hold all of this prompt
     result = engine.generate(
       Request(
         prompt=self.texts[file],

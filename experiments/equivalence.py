@@ -157,6 +157,7 @@ class Bench:
     key = scheme, dataclasses.replace(kept, **policy)
     if key not in self._results:
       engine.config = key[1]  # no policy is compiled in
+      engine.spoil_cache()  # it may hold all of this prompt
       self._results[key] = engine.generate(
         Request(
           prompt=piece.tokens,
@@ -269,6 +270,7 @@ def sampled(bench: Bench, piece: Piece) -> Figures:
   """Compares the committed tokens of a request that samples."""
   engine, tokens = bench.engines['lynx'], bench.settings.output_tokens
   how = Sampling(temperature=1.0, seed=zlib.crc32(piece.name.encode()))
+  engine.spoil_cache()  # as above
   result = engine.generate(
     Request(prompt=piece.tokens, output_tokens=tokens, sampling=how)
   )

@@ -391,6 +391,7 @@ class _Study:
   def _request(self, case, repeat, scheme, mode, form, references) -> None:
     line, tokenizer = self._lines[scheme.name], self._model.tokenizer
     line.tune(case.rate_gbps, case.rtt_ms)
+    line.engine.spoil_cache()  # it may hold all of this prompt
     title = f'{case.prompt}, {scheme.name}, {mode.value}'
     if form is Form.PLAIN:
       title += ', one-row decode'

@@ -440,10 +440,13 @@ def _smoke(
           model, scheme, scheme.engine(engine), remote=remote, emulated=False
         )
       )
-      line.engine.generate(ask)  # compiles, and tries all kinds of chunks
-      start_s = time.monotonic()
-      result = line.engine.generate(ask)
-      seconds = time.monotonic() - start_s
+      outputs = []
+      for _ in range(2):  # the first compiles, and tries all kinds of chunks
+        line.engine.spoil_cache()  # the first would leave all to the second
+        start_s = time.monotonic()
+        result = line.engine.generate(ask)
+        seconds = time.monotonic() - start_s
+        outputs.append(result.tokens)
       expected = line.engine.reference(ask.prompt, _OUTPUT_TOKENS)
   except (TransferError, ConfigError) as error:
     if side is not None and side.processes > 1:
@@ -454,9 +457,10 @@ def _smoke(
     f'{sent / 1e6:.2f} MB of {tokens} tokens, request in {seconds:.3f} s'
     f' (scheme {scheme.name})'
   )
+  wrong = [tokens for tokens in outputs if tokens != expected]
   fault = None
-  if result.tokens != expected:
-    fault = f'{result.tokens} is not the reference {expected}: please report it'
+  if wrong:
+    fault = f'{wrong[0]} is not the reference {expected}: please report it'
   return Check('transfer', found, fault)
 
 

@@ -370,6 +370,26 @@ class Engine:
     self._slots = self._decoder.stop(self._slots, np.int32(0))
     return seconds
 
+  def spoil_cache(self) -> None:
+    """Overwrites the cache: planes with 0xFF, dense values with NaN.
+
+    What a request does not bring is then seen in its output; else a slot may
+    still hold the same from another request, or from `reference`. Compiles and
+    fetches nothing.
+
+    Raises:
+      RuntimeError: requests are under way.
+    """
+    self._require_idle('spoil_cache')
+
+    def spoilt(x: jax.Array) -> jax.Array:
+      shape, where = x.shape, x.sharding
+      ones = np.frombuffer(b'\xff' * x.dtype.itemsize, x.dtype)  # NaN, if float
+      x.delete()  # there may be no room for two
+      return mesh_lib.put(np.broadcast_to(ones, shape), where)
+
+    self._cache = jax.block_until_ready(jax.tree.map(spoilt, self._cache))
+
   def compute(
     self, prompt: Sequence[int], sampling: Sampling = GREEDY
   ) -> Computed:

@@ -491,6 +491,8 @@ def test_a_measured_step_leaves_no_trace(bench):
   key = bench.engine.submit(_request(33))
   with pytest.raises(RuntimeError, match=r'warm_up\(\) needs an engine'):
     bench.engine.warm_up()
+  with pytest.raises(RuntimeError, match=r'spoil_cache\(\) needs an engine'):
+    bench.engine.spoil_cache()
   bench.engine.cancel(key)
 
 

@@ -335,6 +335,18 @@ def bench(name: str) -> Bench:
   return Bench(SETUPS[name], drawn)
 
 
+def lose_arrivals(patch: pytest.MonkeyPatch) -> None:
+  """Lets every engine count what it receives, and store nothing of it."""
+  land = Engine._land
+
+  def lose(engine, arrival):
+    with pytest.MonkeyPatch.context() as lost:
+      lost.setattr(engine, '_put', lambda *_: None)
+      land(engine, arrival)
+
+  patch.setattr(Engine, '_land', lose)
+
+
 def in_one_worker(name: str, *more):
   """Returns pytest parameters: tests of one engine share its programs."""
   # The first has the shapes of lynx; a test of exact asks the second.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The equivalence study cuts varied prompts and goes on where it stopped."""
 
+import contextlib
 import dataclasses
 import io
 import types
@@ -10,6 +11,8 @@ import pytest
 from configs import equivalence as configured
 from experiments import cli, config, display, equivalence, results, serving
 from lynx_jax.config import ConfigError
+from lynx_jax.transport import courier
+from tests import engines
 
 FIGURE = 'equal_to_bf16_exact'
 ROUNDS = [
@@ -102,6 +105,36 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, measured):
     'Acceptance by position in the round',
     'Drafts that sharpen: acceptance by position in the round',
   ]
+
+
+@pytest.mark.xdist_group('exact')
+@pytest.mark.parametrize('lost', [False, True])
+def test_outputs_are_equal_only_if_everything_arrives(lost, monkeypatch):
+  """Also behind a reference of the same prompt, which leaves all there."""
+  whole = engines.bench('exact')
+  whole.configure()
+  whole.script = courier.shuffle(0)
+  line = serving.Line(whole.engine, None)
+  # One engine is all three: its target is the exact one.
+  monkeypatch.setattr(
+    serving, 'connect', lambda *_, **__: contextlib.nullcontext(line)
+  )
+  monkeypatch.setattr(whole.engine, 'warm_up', lambda: None)
+  settings = dataclasses.replace(
+    _settings(), output_tokens=engines.OUTPUT_TOKENS
+  )
+  piece = equivalence.Piece(0, 'piece', tuple(engines.prompt(200).tolist()))
+  if lost:
+    engines.lose_arrivals(monkeypatch)
+  with contextlib.ExitStack() as stack:
+    bench = equivalence.Bench(settings, None, stack)
+    for _ in range(whole.engine.config.slots):  # each slot in turn
+      bench.take(piece)
+      found = equivalence.outputs(bench, piece)
+      found |= equivalence.sampled(bench, piece)
+      equal = {n: value for n, value in found.items() if n.startswith('equal')}
+      assert len(equal) == 3
+      assert {*equal.values()} == {not lost}
 
 
 def test_figures_of_other_settings_do_not_count(tmp_path, measured):

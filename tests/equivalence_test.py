@@ -329,6 +329,31 @@ def test_committed_tokens_are_the_reference(name):
     assert accepted[Drafter.ANCHOR] < drafted[Drafter.ANCHOR]
 
 
+@pytest.mark.parametrize(
+  'name', [*map(engines.in_one_worker, ('lynx', 'coarse', 'mixed', 'exact'))]
+)
+def test_what_does_not_arrive_is_seen_in_a_spoilt_cache(name, monkeypatch):
+  """And what arrives is all that is needed."""
+  bench, prompt = engines.bench(name), engines.prompt(200)
+  expected = bench.reference(prompt)
+  bench.configure(draft_tokens=3)
+  bench.script = courier.shuffle(0)
+  request = Request(prompt=prompt.tolist(), output_tokens=engines.OUTPUT_TOKENS)
+
+  def outputs():
+    found = []
+    for _ in range(bench.engine.config.slots):  # each slot in turn
+      with programs.counting() as counts:
+        bench.engine.spoil_cache()
+      assert (counts.compiles, counts.fetches) == (0, 0)
+      found.append(bench.engine.generate(request).tokens)
+    return found
+
+  assert outputs() == [expected] * bench.engine.config.slots
+  engines.lose_arrivals(monkeypatch)
+  assert expected not in outputs()
+
+
 @pytest.mark.xdist_group('exact')
 def test_the_exact_reference_is_that_of_bfloat16():
   """And that of the planes is another one: else nothing would be shown."""

@@ -9,6 +9,7 @@ import pytest
 from experiments import latency, main, profiling, report, results, selection
 from lynx_jax.config import ConfigError
 from lynx_jax.models import presets
+from tests import engines
 
 # One run serves all tests here. That optimised programs commit the reference
 # is for equivalence_test.
@@ -28,25 +29,29 @@ def test_a_link_that_takes_hours_is_refused(rate_gbps, rtt_ms):
 def study(tmp_path_factory):
   """The records of one run, and its folder."""
   workdir = tmp_path_factory.mktemp('run')
+  run = functools.partial(latency.run, profile=workdir / profiling.FOLDER)
+  # As many tokens as above: the same programs.
+  flags = 'scheme=' + ','.join(SCHEMES), 'acceptance.output_tokens=12'
+  return _run(workdir, run, f'mode={",".join(MODES)}', *flags), workdir
+
+
+def _run(workdir, run, *flags):
+  """Returns the records of a run."""
   argv = [
     'main',
     '--config=configs/tiny.py',
     f'--workdir={workdir}',
-    f'--config.scheme={",".join(SCHEMES)}',
-    f'--config.mode={",".join(MODES)}',
     '--config.output_tokens=12',
-    '--config.acceptance.output_tokens=12',  # as above: the same programs
     '--config.sampling.temperature=1.5',
     '--config.sampling.seed=3',
     '--config.engine.chunk_bytes=1',  # a unit a chunk: few shapes to compile
+    *(f'--config.{flag}' for flag in flags),
   ]
-  profile = workdir / profiling.FOLDER
-  run = functools.partial(latency.run, profile=profile)
   small = functools.partial(presets.tiny, layers=2, head_dim=16)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(presets, 'tiny', small)
     assert main.main(argv, run) == 0
-  return [*results.read(workdir / results.FILE)], workdir
+  return [*results.read(workdir / results.FILE)]
 
 
 def _requests(records, **fields):
@@ -68,6 +73,17 @@ def test_every_scheme_and_mode_equals_its_reference(study, scheme, mode):
     assert record['output_tokens'] == 12
     assert record['sampling']['temperature'] == 1.5
     assert record['ttft_provisional_s'] >= record['bound_ttft_s']
+
+
+@pytest.mark.usefixtures('study')  # it has compiled the programs
+def test_what_does_not_arrive_is_not_equal(tmp_path, monkeypatch):
+  """Though the reference, and each repeat, leave the prompt in the cache."""
+  engines.lose_arrivals(monkeypatch)
+  records = _run(tmp_path, latency.run, 'scheme=lynx', 'repeats=2')
+  found = [r['equal_to_reference'] for r in _requests(records, scheme='lynx')]
+  assert found == [False, False]
+  summaries = {r['name']: r for r in records if r['kind'] == 'summary'}
+  assert summaries['equal_to_reference']['value'] is False
 
 
 def test_summaries_hold_what_was_measured(study):

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from experiments import main, preflight
+from tests import engines
 
 pytestmark = pytest.mark.usefixtures('unoptimised')
 ROOT = pathlib.Path(__file__).parents[1]
@@ -105,6 +106,14 @@ def test_what_would_fail(capsys, flags, failed, said):
 def test_a_machine_whose_chips_jax_does_not_see(tmp_path, monkeypatch):
   monkeypatch.setattr(preflight, '_CHIPS', (str(tmp_path),))
   assert 'this machine has TPU chips' in preflight._devices().fault
+
+
+def test_what_does_not_arrive_is_no_pass(capsys, monkeypatch):
+  engines.lose_arrivals(monkeypatch)
+  code, marks, text = page(capsys)
+  assert code == 2
+  assert marks['transfer'] == 'FAIL'
+  assert 'is not the reference' in text
 
 
 def test_another_jax_than_the_tested_one(monkeypatch):
