@@ -418,6 +418,44 @@ def test_a_backlog_is_drafted_one_fetch_a_round_and_bounded(bench):
   assert result.tokens == bench.reference(engines.prompt(200))
 
 
+def _all_but_one(total_bytes: int) -> courier.Script:
+  """Lets all chunks arrive at once but the last one; the Anchor comes last."""
+
+  def script(chunks):
+    if sum(chunk.bytes for chunk in chunks) < total_bytes:
+      return []
+    late = max(
+      (c for c in chunks if c.stream is Stream.RESIDUAL),
+      key=lambda c: (c.layer_group, max(unit.index for unit in c.units())),
+    )
+    last = _anchors(chunks)
+    return [c for c in chunks if c is not late and c not in last] + last
+
+  return script
+
+
+def test_drafts_read_the_residual_as_far_as_it_is_there(bench):
+  """All of it but one chunk makes them agree with the target for longer."""
+  engine, agreed = bench.engine, {False: 0, True: 0}
+  for tokens in (200, 199, 195):
+    expected = bench.reference(engines.prompt(tokens))
+    for sharpen in agreed:
+      bench.configure(sharpen=sharpen, layer_ready=False, draft_tokens=3)
+      bench.script = _all_but_one(engine.wire.stream_bytes(tokens).total)
+      key = engine.submit(_request(tokens))
+      _step_until(bench, key, State.DRAFTING)
+      while engine.step():  # until the backlog is full
+        pass
+      shown = engine.result(key).shown
+      assert len(shown) == 1 + engine.config.backlog_tokens
+      pairs = zip(shown, expected, strict=False)
+      agreed[sharpen] += [*(a == b for a, b in pairs), False].index(False)
+      bench.script = list
+      _finish(bench)
+      assert engine.forget(key).tokens == expected
+  assert agreed[True] > 1.5 * agreed[False]  # 34 and 14
+
+
 def test_unwatched_requests_decode_in_one_call_with_drafts(bench):
   bench.script = list
   result = bench.engine.generate(_request(200, streamed=False))
