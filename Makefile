@@ -13,7 +13,7 @@
 #   make pod-compile  the programs of 8B and 70B models for slices of TPU chips
 #   make kernel-costs  every kernel for every TPU generation, compared
 #   make bench     times the kernels on whatever device is here
-#   make notebook  executes experiments/lynx_colab.ipynb (4 minutes)
+#   make notebook  executes experiments/lynx_colab.ipynb (3 minutes)
 #   make figures   redraws the figures of README and docs, compares numbers
 #   make docs      writes what is generated in README and docs
 #   make test      lint, types and the whole test suite

@@ -149,6 +149,7 @@ def _decode(address: str) -> None:
     engine.warm_up()
     right = engine.generate(request).tokens
     for _ in range(2):
+      engine.spoil_cache()  # it may hold all of this prompt
       result = engine.result(engine.submit(request))
       while not result.residual_bytes:
         engine.step()

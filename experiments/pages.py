@@ -106,7 +106,7 @@ STUDIES = {
   ),
   'notebook': Study(
     command='make notebook',
-    minutes=4,
+    minutes=3,
     figures={'split.png': 'split', 'steps.png': 'steps'},
   ),
   'sampling': Study(
