@@ -140,11 +140,13 @@ class Screen:
       grid.add_row(*map(text.Text, row))
     if not _fits(grid, self._console):
       columns = [*zip(header, *rows, strict=True)]
-      widths = [max(map(len, [*h.split(), *cells])) for h, *cells in columns]
+      widths = [
+        max(map(len, [*h.split(), *cells]), default=0) for h, *cells in columns
+      ]
       words = [max(map(len, ' '.join(c).split()), default=0) for c in columns]
       if words[0] + sum(widths[1:]) + len(widths) > self._console.width:
         spare = self._console.width - widths[0] - sum(words[1:]) - len(widths)
-        more = max(0, spare // (len(widths) - 1))
+        more = max(0, spare // max(1, len(widths) - 1))
         widths = [
           min(w + more, most) for w, most in zip(words, widths, strict=True)
         ]

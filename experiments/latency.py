@@ -111,9 +111,17 @@ def run(
   int8 = schemes.scheme('int8', settings.codec)
   for scheme in (int8, *settings.schemes):
     check_together(model.config, scheme.codec, base)
+  of = (
+    *(settings.prompts, settings.link, settings.sweep_gbps),
+    *(settings.sweep_rtt_ms, int8.codec, base, model.config),
+  )
   if plan is None:
-    plan = _plan(settings, int8, base, texts, screen, connect, agreed)
-  plan.require_of(base, texts)
+    plan = _plan(settings, int8, base, of, texts, screen, connect, agreed)
+  require(
+    plan.of == of,
+    'the plan is of other prompts, links, INT8 codec, engine or model than the '
+    'run; run without a plan',
+  )
   if settings.auto:
     chosen = _advised(settings, model, texts, plan, screen)
     settings = dataclasses.replace(settings, schemes=(chosen,))
@@ -164,21 +172,10 @@ class Plan:
   cases: tuple[_Case, ...]
   engine: EngineConfig
   int8_step_s: float
-
-  def require_of(
-    self, engine: EngineConfig, texts: Mapping[str, list[int]]
-  ) -> None:
-    """Raises `ConfigError` unless it is of these prompts and this engine."""
-    planned = dataclasses.replace(self.engine, chunk_bytes=engine.chunk_bytes)
-    names = sorted({case.prompt for case in self.cases})
-    require(
-      names == sorted(texts) and planned == engine,
-      f'the plan is of {names} with {planned}, the run of {sorted(texts)} with '
-      f'{engine}; run without a plan',
-    )
+  of: tuple[Any, ...]  # what all of it follows from
 
 
-def _plan(settings, int8, base, texts, screen, connect, agreed) -> Plan:
+def _plan(settings, int8, base, of, texts, screen, connect, agreed) -> Plan:
   """Measures every prompt's prefill and an INT8 step, and sets the rates.
 
   Chunks and programs follow from what is measured, so processes agree on it.
@@ -232,6 +229,7 @@ def _plan(settings, int8, base, texts, screen, connect, agreed) -> Plan:
     cases=tuple(cases),
     engine=dataclasses.replace(base, chunk_bytes=chunk_bytes),
     int8_step_s=step_s,
+    of=of,
   )
 
 

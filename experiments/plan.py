@@ -170,12 +170,12 @@ def run(
               ),
             }
           )
-  if not advice:
-    screen.note('nothing is advised: not even one request fits into a slice')
   rows = results.rows_record(rows=advice)
   writer.write(rows)
-  for table in tables([rows]):
+  for table in tables([rows]) if advice else ():
     screen.grid(*table)
+  if not advice:
+    screen.note('nothing is advised: not even one request fits into a slice')
   for name in FAITHFUL:
     count = sum(one['scheme'] == name for one in advice)
     writer.write(

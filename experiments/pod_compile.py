@@ -513,7 +513,7 @@ def _measured(
 
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
-  """Puts Ctrl-C off."""
+  """Lets processes that are started inside ignore Ctrl-C."""
   before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
   try:
     yield

@@ -305,7 +305,8 @@ def _create(launch: Launch, text: str) -> int:
 
 def _delete_secret(name: str) -> None:
   command = ['kubectl', 'delete', f'secret/{name}']
-  if subprocess.run(command, check=False).returncode:
+  done = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+  if done.returncode:
     _fail(
       f'the secret {name} was made and could not be deleted again; '
       f'`{shlex.join(command)}` does it'

@@ -37,6 +37,7 @@ from lynx_jax import wire as wire_lib
 from lynx_jax.agreed_prefill import AgreedPrefill
 from lynx_jax.config import (
   CodecConfig,
+  ConfigError,
   Drafter,
   EngineConfig,
   Order,
@@ -83,6 +84,7 @@ from lynx_jax.transport.streams import (
   Segment,
   Slice,
   Stream,
+  TransferError,
   WireFormat,
 )
 
@@ -244,6 +246,8 @@ class Engine:
     self._running: dict[int, _Entry] = {}
     self._events: list[Event] = []  # for `step`
     self._streams: dict[int, collections.deque[Event]] = {}
+    self._given_up: list[int] = []  # streams, in the middle of some work
+    self._undisturbed = False
     self._next_id = 0
     self._closed = False
     self._sender: PrefillSide
@@ -311,11 +315,14 @@ class Engine:
       self._continuation.warm_up(self._sender.warm_up())
     if self.codec.generated:
       self._pack(0, self.config.prompt_tokens + self.codec.group)
-    if self._drafts(self.codec.target) and self.config.fused_rounds:
+    by_anchor = self.config.drafter is Drafter.ANCHOR
+    if (
+      self._drafts(self.codec.target) and by_anchor and self.config.fused_rounds
+    ):
       self.time_step(Step.ROUND)
     if self._has_residual and self.config.sharpen:
       self.time_step(Step.SHARP)
-    if self.config.drafter is not Drafter.ANCHOR:
+    if not by_anchor:
       self._propose([])
     times = {}
     drafts = Step.DRAFT if self._drafts(self.codec.target) else Step.PLAIN
@@ -490,7 +497,8 @@ class Engine:
 
   def cancel(self, request: int) -> None:
     """Ends a request in whatever state; does nothing if it has ended."""
-    self._end(self._entries[request], State.CANCELLED)
+    with self._undisturbed_work():
+      self._end(self._entries[request], State.CANCELLED)
 
   @property
   def busy(self) -> bool:
@@ -515,6 +523,10 @@ class Engine:
 
   def _work(self) -> None:
     self._require_open()
+    with self._undisturbed_work():
+      self._do_work()
+
+  def _do_work(self) -> None:
     self._admit()
     self._receive()
     worked = False
@@ -564,25 +576,39 @@ class Engine:
     events = self._streams[key]
     event: Event | None = None
     try:
-      while not isinstance(event, Finished):
-        try:
-          yield event
-        except BaseException:
-          if key in self._entries:
-            self.cancel(key)
-          raise
-        event = None
-        while event is None:
-          while not events:
-            if key not in self._streams:
-              return  # forgotten
-            self._work()
-          event = events.popleft()
-          if isinstance(event, Provisional | Retracted) and not provisional:
-            event = None
       yield event
+      while not isinstance(event, Finished):
+        while not events:
+          if key not in self._streams:
+            return  # forgotten
+          self._work()
+        event = events.popleft()
+        if provisional or not isinstance(event, Provisional | Retracted):
+          yield event
+    except TransferError:
+      raise  # nothing can be cancelled any more
+    except BaseException:  # of whoever iterates; Ctrl-C is one
+      self._given_up.append(key)
+      if not self._undisturbed:
+        self._cancel_given_up()
+      raise
     finally:
       self._streams.pop(key, None)
+
+  @contextlib.contextmanager
+  def _undisturbed_work(self) -> Iterator[None]:
+    """Puts off what the garbage collector gives up in the middle of it."""
+    self._undisturbed = True
+    try:
+      yield
+    finally:
+      self._undisturbed = False
+    self._cancel_given_up()
+
+  def _cancel_given_up(self) -> None:
+    while self._given_up:
+      if (key := self._given_up.pop()) in self._entries:
+        self.cancel(key)
 
   def generate(self, request: Request) -> Result:
     """Runs a request to its end.
@@ -606,7 +632,12 @@ class Engine:
       raise RuntimeError(f'{what}() needs an engine without running requests')
 
   def _check(self, prompt: Sequence[int], output_tokens: int) -> None:
-    ids = np.asarray(prompt)
+    try:
+      ids = np.asarray(prompt)
+    except ValueError as error:
+      raise ConfigError(
+        f'the prompt is no row of token ids: {error}'
+      ) from error
     length = ids.size
     require(length > 0, 'the prompt has no tokens; give at least one')
     require(
@@ -722,6 +753,8 @@ class Engine:
   def _receive(self) -> None:
     for record in self._sender.records():
       entry = self._entries[record.request]
+      if entry.result.state in ENDED:
+        continue  # by a record before this one
       if isinstance(record, PrefillFailed):
         entry.result.error = record.error
         self._end(entry, State.FAILED)

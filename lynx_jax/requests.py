@@ -88,7 +88,7 @@ class Request:
         f'{name}={value!r} of a request must be of type {kind.__name__}',
       )
     require(
-      not math.isnan(self.deadline_s),
+      self.deadline_s == self.deadline_s,
       'deadline_s=nan of a request must be a number of seconds; inf is none',
     )
 

@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 
 import jax
@@ -252,8 +253,9 @@ def test_streams_side_by_side_keep_their_own_events(bench):
         text.extend(event.tokens)
   assert texts == expected
   kept = []
-  while engine.busy or not kept:
+  while engine.busy:
     kept += engine.step()
+  kept += engine.step()
   assert {event.request for event in kept} == {quiet}
   assert isinstance(kept[-1], Finished)
 
@@ -294,6 +296,41 @@ def test_a_stream_whose_request_is_forgotten_ends(bench):
   stream.close()
 
 
+def test_an_interrupt_of_the_work_cancels_the_request(bench, monkeypatch):
+  stream = bench.engine.stream(_request(150))
+  next(stream)
+
+  def interrupt():
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(bench.engine, '_do_work', interrupt)
+  with pytest.raises(KeyboardInterrupt):
+    list(stream)
+  assert not bench.engine.busy
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_work(bench, monkeypatch):
+  """Its request ends when that is done: buffers are donated meanwhile."""
+  engine, expected = bench.engine, bench.reference(engines.prompt(150))
+  cycle = [engine.stream(_request(90))]
+  cycle.append(cycle)
+  having, seen = engine._having, []
+
+  def collect(*which):
+    gc.collect()
+    seen.append(len(engine._running))
+    return having(*which)
+
+  other = engine.stream(_request(150))
+  monkeypatch.setattr(engine, '_having', collect)
+  next(other)
+  del cycle
+  tokens = [t for e in other if isinstance(e, Committed) for t in e.tokens]
+  assert tokens == expected[-len(tokens) :]
+  assert max(seen) == 2  # it was still there when it had been collected
+  assert not engine.busy
+
+
 def test_an_error_thrown_into_a_stream_cancels_its_request(bench):
   stream = bench.engine.stream(_request(150))
   next(stream)
@@ -323,6 +360,7 @@ def test_values_of_another_type_are_no_request(change, message):
   ('prompt', 'message'),
   [
     ('text', r'the prompt is <U4\[\]; give the ids'),
+    ([[1], [2, 3]], 'the prompt is no row of token ids'),
     ([1.5, 2.0], r'the prompt is float64\[2\]; give the ids'),
     (np.ones((2, 3), np.int32), r'the prompt is int32\[2, 3\]; give the ids'),
   ],

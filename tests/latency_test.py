@@ -2,11 +2,22 @@
 """The main job on a tiny model, from the command line to the report."""
 
 import functools
+import io
 
 import jax
 import pytest
 
-from experiments import latency, main, profiling, report, results, selection
+from configs import tiny
+from experiments import (
+  config,
+  display,
+  latency,
+  main,
+  profiling,
+  report,
+  results,
+  selection,
+)
 from lynx_jax.config import ConfigError
 from lynx_jax.models import presets
 from tests import engines
@@ -23,6 +34,17 @@ def test_a_link_that_takes_hours_is_refused(rate_gbps, rtt_ms):
   latency.check_wait('book', 10**9, 1.0, 1000.0)
   with pytest.raises(ConfigError, match=r'hours at .*; take a faster link'):
     latency.check_wait('book', 10**9, rate_gbps, rtt_ms)
+
+
+def test_a_plan_of_another_run_is_refused(tmp_path):
+  settings = config.settings(tiny.get_config())
+  plan = latency.Plan(cases=(), engine=settings.engine, int8_step_s=1.0, of=())
+  with (
+    results.Writer(tmp_path) as writer,
+    display.screen(io.StringIO()) as screen,
+    pytest.raises(ConfigError, match='run without a plan'),
+  ):
+    latency.run(settings, writer, screen, plan=plan)
 
 
 @pytest.fixture(scope='module')

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import re
 import types
 
 import pytest
@@ -271,7 +272,7 @@ def test_auto_follows_the_link(rate_gbps, mode, advice, capsys):
       study,
       types.SimpleNamespace(config=MODEL),
       {'book': [0] * 1984},
-      latency.Plan(cases=(case,), engine=ENGINE, int8_step_s=STEP_S),
+      latency.Plan(cases=(case,), engine=ENGINE, int8_step_s=STEP_S, of=()),
       screen,
     )
   assert chosen.name == advice
@@ -540,6 +541,10 @@ def test_parameters_are_those_of_the_published_models():
     assert plan.weight_bytes(model) / 2e9 == pytest.approx(billions, rel=0.01)
 
 
+def test_its_config_names_the_study():
+  assert configured.get_config().study == 'plan'
+
+
 def _run_plan(workdir, scheme):
   return cli.run(
     [
@@ -591,5 +596,8 @@ def test_chances_of_acceptance_are_those_of_the_equivalence_study(name, chance):
   powers = [chance**i for i in positions]
   assert sum(powers) == pytest.approx(sum(reached), rel=5e-3)
   page = pages.DOCS.joinpath('planning.md').read_text(encoding='utf-8')
-  assert f'{chance}' in page
-  assert configured.get_config().study == 'plan'
+  chances = re.search(
+    r'Chances are (\S+) a draft on 4\s+bits and (\S+) on', page
+  )
+  assert chances is not None
+  assert f'{chance}' in chances.groups()

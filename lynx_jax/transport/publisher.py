@@ -137,6 +137,7 @@ class Publisher:
       self._orders.pop(request, None)
       self._skipped.pop(request, None)
       self._scheduler.cancel(request)
+      self._changed.notify_all()  # smaller ones behind it may fit
 
   def landed(self, uuids: Iterable[int]) -> None:
     """Takes back the credit of chunks that the receiver has."""
