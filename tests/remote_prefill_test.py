@@ -43,7 +43,7 @@ OUTPUTS = engines.OUTPUT_TOKENS
 LENGTHS = (200, 97, 150, 33)
 HASTY = Patience(handshake_s=2.0, reconnect_s=3.0, stall_s=0.3)
 HASTIER = Patience(handshake_s=1.0, reconnect_s=1.0, stall_s=0.3)
-BOUND_S = 30.0  # much more than any recovery takes, much less than for ever
+BOUND_S = 60.0  # programs are compiled meanwhile; much less than for ever
 SLOW_GBPS = 0.001  # the longest prompt's Anchor takes 0.2 s
 
 
