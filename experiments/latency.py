@@ -111,10 +111,8 @@ def run(
   int8 = schemes.scheme('int8', settings.codec)
   for scheme in (int8, *settings.schemes):
     check_together(model.config, scheme.codec, base)
-  of = (
-    *(settings.prompts, settings.link, settings.sweep_gbps),
-    *(settings.sweep_rtt_ms, int8.codec, base, model.config),
-  )
+  links = settings.link, settings.sweep_gbps, settings.sweep_rtt_ms
+  of = settings.prompts, links, int8.codec, base, model.config
   if plan is None:
     plan = _plan(settings, int8, base, of, texts, screen, connect, agreed)
   require(

@@ -233,16 +233,14 @@ class Publisher:
         outstanding = self._scheduler.outstanding_bytes()
         first = self._scheduler.peek(now_s)
         left_s = patience_s
-        if (
-          first is None
-          or not outstanding
-          or outstanding + first.bytes <= self._window_bytes
-        ):
-          if (chunk := self._scheduler.next(now_s)) is not None:
-            return chunk
-          # A Residual that does not fit waits for `landed`, which notifies.
-          if (ready_s := self._scheduler.ready_s()) > now_s:
-            left_s = min(patience_s, ready_s - now_s)
+        fits = first is not None and (
+          not outstanding or outstanding + first.bytes <= self._window_bytes
+        )
+        if fits and (chunk := self._scheduler.next(now_s)) is not None:
+          return chunk
+        # What does not fit waits for `landed`, which notifies.
+        if (ready_s := self._scheduler.ready_s()) > now_s:
+          left_s = min(patience_s, ready_s - now_s)
         if left_s <= 0:
           return None
         self._changed.wait(left_s)
