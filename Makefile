@@ -2,8 +2,7 @@
 # Sets everything up in its own .venv and runs the main jobs.
 #
 #   make demo      the main job on a real model, with a table at the end
-#   make latency   the latency study: five prompts, both modes (17 minutes)
-#   make baselines  one prompt and every baseline, both modes (22 minutes)
+#   make latency   every baseline, five prompts, both modes (72 minutes)
 #   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
 #   make ablation  24 cells on a real model, one change each (24 minutes)
@@ -52,7 +51,6 @@ STAMPS := .venv/stamps
 
 DEMO_DIR ?= runs/demo
 LATENCY_DIR ?= runs/latency
-BASELINES_DIR ?= runs/baselines
 PLAN_DIR ?= runs/plan
 EQUIVALENCE_DIR ?= runs/equivalence
 ABLATION ?= configs/ablation.py
@@ -65,7 +63,7 @@ TRANSPORT_DIR ?= runs/transport
 NOTEBOOK_DIR ?= runs/notebook
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency baselines plan ablation fidelity peers equivalence-study
+.PHONY: help demo latency plan ablation fidelity peers equivalence-study
 .PHONY: transport-study pod-compile notebook figures docs
 .PHONY: test lint format lock clean setup setup-test
 help:
@@ -78,10 +76,6 @@ demo: $(STAMPS)/run
 latency: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/latency.py \
 	  --workdir='$(LATENCY_DIR)'
-
-baselines: $(STAMPS)/run
-	$(RUN) -m experiments.main --config=configs/baselines.py \
-	  --workdir='$(BASELINES_DIR)'
 
 plan: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/plan.py --workdir='$(PLAN_DIR)'

@@ -62,7 +62,8 @@ def draw(seed: int, lengths: Sequence[int], peers: bool = True) -> Schedule:
 
   Args:
     seed: of all draws.
-    lengths: of prompts to choose from.
+    lengths: of prompts to choose from, each once: a slot that held the same
+      prompt would hide what has not arrived.
     peers: whether the prefill process may be killed or stopped.
   """
   rng = random.Random(seed)
@@ -75,7 +76,7 @@ def draw(seed: int, lengths: Sequence[int], peers: bool = True) -> Schedule:
       count=rng.randint(1, 4),
       back_s=rng.uniform(0.0, 1.5),
     )
-  count = rng.randint(1, 4)
+  count = rng.randint(1, min(4, len(lengths)))
   return Schedule(
     plan=FaultPlan(
       seed=seed,
@@ -96,7 +97,7 @@ def draw(seed: int, lengths: Sequence[int], peers: bool = True) -> Schedule:
       retries=rng.randint(2, 4),
       residual=rng.choice((Policy.RECOMPUTE, Policy.FAIL, Policy.ANCHOR_OK)),
     ),
-    lengths=tuple(rng.choice(list(lengths)) for _ in range(count)),
+    lengths=tuple(rng.sample(list(lengths), count)),
     mode=rng.choice(list(Mode)),
     cancelled=(rng.randrange(count), rng.randint(1, 40))
     if rng.random() < 0.25

@@ -483,12 +483,13 @@ class _Study:
 
   def constants(self) -> summaries.Constants:
     """Returns what was measured besides the requests."""
-    # Prefill, if it is in this process, reads once a token chunk, and decode
-    # once a verification: what is left of all fetches belongs to the drafts.
+    # Prefill, if it is in this process, reads once a token chunk and once a
+    # token that it goes on with, and decode once a verification: what is left
+    # of all fetches belongs to the drafts.
     drafts = self._calls[Phase.DRAFT]
     left = self._fetches - self._calls[Phase.VERIFY]
     if self.prefill_is_here:
-      left -= self._calls[Phase.PREFILL]
+      left -= self._calls[Phase.PREFILL] + self._calls[Phase.CONTINUE]
     lynx, bf16 = self._engine('lynx'), self._engine('bf16')
     int8 = self._engine('int8')
     ratio, worst = None, None

@@ -30,7 +30,7 @@ from experiments import (
 )
 from experiments.schemes import FAITHFUL, Scheme
 from lynx_jax.config import ConfigError, ModelConfig, require
-from lynx_jax.engine import Mode
+from lynx_jax.engine import Form, Mode
 from lynx_jax.models import presets
 from lynx_jax.transport.streams import WireFormat
 
@@ -115,8 +115,6 @@ def run(
     'bits or better: add some to scheme',
   )
   for scheme in settings.schemes:
-    unknown = planner.unpredicted(scheme.engine(settings.engine))
-    require(not unknown, f'scheme={scheme.name}: {unknown}')
     for tokens, in_flight in itertools.product(
       plan.prompt_tokens, plan.in_flight
     ):
@@ -497,16 +495,17 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
   """Predicts every request of a latency study from what INT8 cost in it.
 
   Costs are fitted to the requests of INT8 alone: the seconds of a token chunk,
-  a line over its first token in each mode, and the median of the first decode
-  step. The size of a chunk, which all schemes share, is seen in events too.
-  All else comes from the manifests, the scheduler and the link.
+  a line over its first token in each mode, and the medians of its first decode
+  step and of its first verification. The size of a chunk, which all schemes
+  share, is seen in events too. All else comes from the manifests, the scheduler
+  and the link.
 
   Args:
     records: of a run with requests and events.
 
   Returns:
-    For every request of a scheme that the planner predicts its name, scheme,
-    mode and rate, and the seconds of its TTFT, `predicted_s` and `measured_s`.
+    For every request its name, scheme, mode and rate, and the seconds of its
+    TTFT, `predicted_s` and `measured_s`.
 
   Raises:
     ConfigError: there is no run, or none that can be predicted: its fields are
@@ -543,7 +542,6 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
     if r['kind'] == 'request'
     and r['ttft_provisional_s'] is not None
     and r['scheme'] in schemes
-    and not planner.unpredicted(schemes[r['scheme']].engine(study.engine))
   ]
   require(
     bool(sizes and requests),
@@ -603,7 +601,7 @@ def _fit(
   token_chunk: int,
 ) -> planner.Costs:
   """Returns what the INT8 requests of one mode cost."""
-  chunks, steps = collections.defaultdict(list), []
+  chunks, steps = collections.defaultdict(list), collections.defaultdict(list)
   for request in requests:
     mine = events[request['request']]
     first = next((e for e in mine if e['name'] == 'verify'), None)
@@ -616,7 +614,7 @@ def _fit(
         seconds[start] += event['end_s'] - event['start_s']
     for start, both_s in seconds.items():
       chunks[start].append(both_s)
-    steps.append(first['end_s'] - first['start_s'])
+    steps[request['form']].append(first['end_s'] - first['start_s'])
   require(
     len(chunks) > 1 and bool(steps),
     'plan.records has no INT8 request with its events in each mode; run the '
@@ -625,8 +623,11 @@ def _fit(
   slope, first_s = np.polyfit(
     list(chunks), [statistics.median(s) for s in chunks.values()], 1
   )
+  forms = {form: statistics.median(each) for form, each in steps.items()}
+  plain_s = forms.get(Form.PLAIN.value, min(forms.values()))
   return dataclasses.replace(
-    planner.steady(0.0, statistics.median(steps)),
+    planner.steady(0.0, plain_s),
+    verify_s=lambda lengths: forms.get(Form.VERIFY.value, plain_s),
     chunk_s=lambda start: float(first_s + slope * start),
   )
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from experiments.schemes import FAITHFUL, Scheme
 from lynx_jax import timeline
-from lynx_jax.config import Drafter, EngineConfig, Order, require
+from lynx_jax.config import Drafter, Order, require
 from lynx_jax.engine import Mode
 from lynx_jax.speculative import draft_length
 from lynx_jax.transport.scheduler import Scheduler
@@ -154,9 +154,12 @@ def simulate(
   One prompt is in prefill at a time and one chunk on the link; decode has
   `wire.engine.slots` slots and does one program at a time: a round of drafts
   for those whose Anchor is there, else a round for those that have all. As in
-  the engine, a request waits for a slot before its prefill begins. What the
-  engine does beyond that is left out: layer-ready verification and drafts that
-  sharpen make commits earlier than predicted here.
+  the engine, a request waits for a slot before its prefill begins. With
+  `Order.LAYERS` a first step follows the layer groups as they land; with
+  `Drafter.PREFILL` the prefill side decodes on while no prompt waits. What the
+  engine does beyond that is left out: layer-ready verification of drafts and
+  drafts that sharpen make commits earlier than predicted here, and what prompt
+  lookup finds is not known.
 
   Args:
     asks: in any order.
@@ -170,24 +173,11 @@ def simulate(
     The same prediction for the same arguments.
 
   Raises:
-    ConfigError: for what it cannot predict.
+    ConfigError: there is no request.
   """
   require(bool(asks), 'a plan needs at least one request')
-  unknown = unpredicted(wire.engine)
-  require(not unknown, unknown)
   run = _Run(asks, wire, costs, mode, rate_gbps, rtt_ms, seed)
   return run.end()
-
-
-def unpredicted(engine: EngineConfig) -> str:
-  """Returns what of a scheme's engine no simulation knows, and a remedy."""
-  if engine.order is Order.LAYERS:
-    return 'engine.order=layers is not predicted; leave out schemes *_layers'
-  if engine.drafter is Drafter.PREFILL:
-    return (
-      'engine.drafter=prefill is not predicted; leave out prefill_continues'
-    )
-  return ''
 
 
 class _Slot:
@@ -199,11 +189,15 @@ class _Slot:
     self.speculates = False  # a Residual is, or was, to come
     self.token_1 = False  # it is here, and all chunks are known
     self.shown = self.committed = 1  # token 1 counts
+    # What decode has committed itself, is about to confirm, and what the
+    # prefill side, where it goes on, has decoded.
+    self.decoded, self.confirms, self.ahead = 1, 0, 1
     # Of the first tokens of decode: when they were drafted, before any
     # verification, and when they were committed.
     self.drafts_s: list[float] = []
     self.commits_s: list[float] = []
     self.critical: list[tuple[float, int]] = []
+    self.landed_s: dict[int, float] = {}  # by layer group: the last chunk yet
 
   @property
   def wanted(self) -> int:
@@ -215,6 +209,7 @@ class _Slot:
     return (
       self.token_1
       and self.speculates
+      and not self.landed_s
       and not self.missing[Stream.ANCHOR]
       and (self.shown == 1 or self.missing[Stream.RESIDUAL] > 0)
     )
@@ -222,6 +217,11 @@ class _Slot:
   @property
   def decodes(self) -> bool:
     return self.token_1 and not any(self.missing.values()) and not self.drafts
+
+
+def _needed_as(chunk: Chunk) -> Stream:
+  """Returns ANCHOR for what a first draft waits for, whatever its class."""
+  return Stream.ANCHOR if chunk.anchor_bytes else chunk.stream
 
 
 class _Run:
@@ -232,6 +232,15 @@ class _Run:
     self._manifest = functools.cache(functools.partial(wire.manifest, 0))
     self._costs: Costs = costs
     self._overlapped = mode is Mode.OVERLAPPED
+    self._by_layer = (
+      wire.engine.order is Order.LAYERS and wire.engine.layer_ready
+    )
+    drafter = wire.engine.drafter
+    self._prefill_continues = drafter is Drafter.PREFILL
+    # A step of schemes without drafts on an Anchor, by how many rows it has.
+    self._decode_s = (
+      costs.plain_s if drafter is Drafter.ANCHOR else costs.verify_s
+    )
     self._bytes_s = rate_gbps * 1e9 / 8
     self._rate_gbps, self._rtt_ms = rate_gbps, rtt_ms
     self._latency_s = rtt_ms / 2e3
@@ -245,6 +254,7 @@ class _Run:
     self._drafting: dict[int, _Slot] = {}
     self._decoding: dict[int, _Slot] = {}
     self._prefills: collections.deque[_Slot] = collections.deque()
+    self._continuing: dict[int, _Slot] = {}  # decode has not taken over yet
     self._busy = dict.fromkeys(('prefill', 'link', 'decode'), False)
     self._used = dict.fromkeys(self._busy, 0.0)
     self._drafted_last = False
@@ -304,8 +314,15 @@ class _Run:
     self._prefill(now_s)
 
   def _prefill(self, now_s: float) -> None:
-    if self._prefills and not self._busy['prefill']:
+    """Starts the next prompt, or where none waits a step of the oldest."""
+    if self._busy['prefill']:
+      return
+    if self._prefills:
       self._compute(now_s, self._prefills.popleft(), 0)
+    elif self._continuing:
+      slot = next(iter(self._continuing.values()))
+      seconds = self._costs.verify_s([slot.outcome.ask.prompt_tokens])
+      self._occupy('prefill', now_s, seconds, self._continued, slot)
 
   def _compute(self, now_s: float, slot: _Slot, token_chunk: int) -> None:
     seconds = self._costs.chunk_s(token_chunk * self._wire.engine.token_chunk)
@@ -325,7 +342,24 @@ class _Run:
     self._offer(now_s, slot, last + 1)  # the dense tail
     slot.outcome.prefill_end_s = now_s - ask.arrival_s
     self._at(now_s + self._latency_s, self._prefill_done, slot)
+    if self._prefill_continues and slot.wanted > 1:
+      slot.critical = [(slot.outcome.prefill_end_s, 0)]  # waits for no chunk
+      self._continuing[slot.key] = slot
     self._prefill(now_s)
+
+  def _continued(self, now_s: float, slot: _Slot) -> None:
+    if slot.key in self._continuing:
+      slot.ahead += 1
+      if slot.ahead == slot.wanted:
+        del self._continuing[slot.key]
+      self._at(now_s + self._latency_s, self._told, slot, slot.ahead)
+    self._prefill(now_s)
+
+  def _told(self, now_s: float, slot: _Slot, ahead: int) -> None:
+    """Commits a token of the prefill side; it is what decode would commit."""
+    if slot.key in self._here and ahead > slot.committed:
+      self._commit(now_s, slot, 1)
+      self._place(slot)
 
   def _offer(self, now_s: float, slot: _Slot, token_chunk: int) -> None:
     ask = slot.outcome.ask
@@ -334,9 +368,9 @@ class _Run:
       for chunk in self._manifest(ask.prompt_tokens, token_chunk)
     ]
     for chunk in chunks:
-      slot.missing[chunk.stream] += 1
+      slot.missing[_needed_as(chunk)] += 1
       slot.speculates |= chunk.residual_bytes > 0
-      if chunk.stream is Stream.ANCHOR:
+      if _needed_as(chunk) is Stream.ANCHOR:
         slot.critical.append((now_s - ask.arrival_s, chunk.bytes))
     self._scheduler.offer(chunks, arrival_s=ask.arrival_s, ready_s=now_s)
     self._send(now_s)
@@ -367,13 +401,17 @@ class _Run:
     slot = self._here.get(chunk.request)
     if slot is None:
       return  # token 1 was all it wanted
-    slot.missing[chunk.stream] -= 1
+    stream = _needed_as(chunk)
+    slot.missing[stream] -= 1
     since_s = now_s - slot.outcome.ask.arrival_s
-    if chunk.stream is Stream.ANCHOR:
+    if stream is Stream.ANCHOR:
       slot.outcome.anchor_s = since_s
     if chunk.residual_bytes:
       slot.outcome.residual_s = since_s
-    if not slot.missing[chunk.stream]:  # else there is nothing new to do
+    if self._by_layer:
+      for part in chunk.slices:
+        slot.landed_s[part.layer_group] = now_s
+    if not slot.missing[stream]:  # else there is nothing new to do
       self._place(slot)
       self._decode(now_s)
 
@@ -410,9 +448,16 @@ class _Run:
     self._drafted_last = False
     if not decoding:
       return
+    started = [slot for slot in decoding if slot.landed_s]
+    if started:
+      self._end_first_step(now_s, started[0])
+      return
     speculating = [slot for slot in decoding if slot.speculates]
     if not speculating:
-      self._step(now_s, self._costs.plain_s, decoding, self._decoded)
+      most = self._wire.engine.verify_rows - 1
+      for slot in decoding:
+        slot.confirms = min(slot.committed - slot.decoded, most)
+      self._step(now_s, self._decode_s, decoding, self._decoded)
       return
     behind = [s for s in speculating if s.shown > s.committed]
     if behind:
@@ -422,6 +467,22 @@ class _Run:
     seconds = self._drafts * self._costs.draft_s(lengths)
     seconds += self._costs.verify_s(lengths)
     self._occupy('decode', now_s, seconds, self._rounded, speculating)
+
+  def _end_first_step(self, now_s: float, slot: _Slot) -> None:
+    """Goes through the layer groups that a first step has not gone through.
+
+    It went through the others as they landed; the last one is left at least.
+    """
+    cost = self._costs.verify_s if slot.speculates else self._decode_s
+    counts = self._wire.layer_counts
+    layer_s = cost([slot.outcome.ask.prompt_tokens]) / sum(counts)
+    end_s = -math.inf
+    for group, layers in enumerate(counts):
+      end_s = max(end_s, slot.landed_s.get(group, now_s)) + layers * layer_s
+    slot.landed_s.clear()
+    left_s = max(end_s - now_s, counts[-1] * layer_s)
+    then = self._verified if slot.speculates else self._decoded
+    self._occupy('decode', now_s, left_s, then, [slot])
 
   def _step(self, now_s: float, cost, slots: list[_Slot], then) -> None:
     lengths = [slot.outcome.ask.prompt_tokens for slot in slots]
@@ -438,7 +499,12 @@ class _Run:
 
   def _decoded(self, now_s: float, slots: list[_Slot]) -> None:
     for slot in slots:
-      self._commit(now_s, slot, 1)
+      if slot.key not in self._here:
+        continue  # the prefill side was sooner
+      slot.decoded += slot.confirms + 1
+      if slot.decoded > slot.committed:
+        self._continuing.pop(slot.key, None)
+        self._commit(now_s, slot, slot.decoded - slot.committed)
       self._place(slot)
     self._decode(now_s)
 
@@ -472,12 +538,13 @@ class _Run:
     if not math.isnan(outcome.provisional_s):
       return
     outcome.provisional_s = now_s - outcome.ask.arrival_s
-    cost = self._costs.draft_s if slot.speculates else self._costs.plain_s
+    cost = self._costs.draft_s if slot.speculates else self._decode_s
+    step_s = cost([outcome.ask.prompt_tokens])
     outcome.bound_s = timeline.bound(
       slot.critical,
       rate_gbps=self._rate_gbps,
       rtt_ms=self._rtt_ms,
-      step_s=cost([outcome.ask.prompt_tokens]),
+      step_s=0.0 if self._by_layer else step_s,  # as `serving.bound_s` has it
     )
 
   def _commit(self, now_s: float, slot: _Slot, tokens: int) -> None:
@@ -496,6 +563,7 @@ class _Run:
     slot.outcome.stays_s = self._stays_s(slot)
     if self._scheduler.queued_bytes(slot.key):
       self._scheduler.cancel(slot.key)
+    self._continuing.pop(slot.key, None)
     del self._here[slot.key]
     self._free += 1
     self._admit(now_s)

@@ -341,7 +341,8 @@ def fastest_form(records: Iterable[Record], scheme: str) -> list[Record]:
   """Returns a scheme's requests in its faster form of decoding.
 
   The forms are the verify program and plain one-row decode; a speculative
-  scheme has the first alone.
+  scheme has the first alone. Only those count in which it ran most often: the
+  median of fewer requests would be of other prompts.
   """
   forms: dict[str, list[Record]] = {}
   for record in records:
@@ -352,7 +353,9 @@ def fastest_form(records: Iterable[Record], scheme: str) -> list[Record]:
     known = _known(_levelled(r, 'ttft_provisional_s', 0.0) for r in forms[form])
     return statistics.median(known) if known else float('inf')
 
-  return forms[min(forms, key=exposed_s)] if forms else []
+  most = max(map(len, forms.values()), default=0)
+  often = [form for form, found in forms.items() if len(found) == most]
+  return forms[min(often, key=exposed_s)] if often else []
 
 
 def _form(record: Record) -> str:

@@ -128,10 +128,15 @@ create() {
     v6e-*) runtime=$runtime_v6e ;;
     *) fail "create ${type:-TYPE}: must be v5litepod-N, v5p-N or v6e-N" ;;
   esac
-  local slice
+  local slice status others=
   for slice in "$prefill" "$decode"; do
     tpus tpu-vm create "$slice" "--accelerator-type=$type" \
-      "--version=$runtime"
+      "--version=$runtime" || {
+      status=$?
+      echo "create of $slice ended with $status$others" >&2
+      exit "$status"
+    }
+    others="; $slice is there, and costs until 'delete'"
   done
 }
 

@@ -25,7 +25,7 @@ from tests import engines
 # One run serves all tests here. That optimised programs commit the reference
 # is for equivalence_test.
 pytestmark = pytest.mark.usefixtures('unoptimised')
-SCHEMES = ('bf16', 'int8', 'lynx')
+SCHEMES = ('bf16', 'prefill_continues', 'int8', 'lynx')
 MODES = ('serial', 'overlapped')
 
 

@@ -326,6 +326,17 @@ def test_a_slice_that_fails_does_not_keep_the_other(tmp_path, words, statuses):
     assert told == (status != 0)
 
 
+@pytest.mark.parametrize('fails', ['one', 'two'])
+def test_what_was_created_before_a_failure_is_named(tmp_path, fails):
+  tool(tmp_path, 'gcloud', f'[[ "$4 $5" != "create {fails}" ]]\n')
+  done = script(*SLICES, 'create', 'v6e-8', tools=tmp_path)
+  assert done.returncode == 1
+  said = f'create of {fails} ended with 1'
+  if fails == 'two':
+    said += "; one is there, and costs until 'delete'"
+  assert done.stderr == said + '\n'
+
+
 def test_ctrl_c_leaves_the_slice_alone_that_has_its_turn_next(tmp_path):
   """What runs ends by itself then, with a status of its own."""
   log = tmp_path / 'log'
