@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan: which scheme to send, for slices and links that are not at hand.
 
-    make plan     # 18 minutes, nearly all of it on loads of 1,000 requests
+    make plan     # 21 minutes, nearly all of it on loads of 1,000 requests
 
 or, after `make setup`, for a case of your own,
 

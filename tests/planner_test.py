@@ -473,6 +473,26 @@ def test_the_scatter_says_what_its_marks_are():
   assert axes.get_xlabel().endswith('s (n = 2 requests)')
 
 
+def test_no_two_schemes_of_a_scatter_have_one_mark():
+  names = [*schemes.SCHEMES][:10]
+  compared = [
+    results.compared_record(
+      request=name,
+      scheme=name,
+      mode='serial',
+      link_gbps=0.03,
+      predicted_s=1.0,
+      measured_s=1.1,
+    )
+    for name in names
+  ]
+  (drawn,) = plan.draw(compared)
+  legend = drawn.figure.axes[0].get_legend()
+  words = [text.get_text() for text in legend.get_texts()]
+  marks = dict(zip(words, legend.legend_handles, strict=True))
+  assert len({marks[name].get_marker() for name in names}) == len(names)
+
+
 def test_a_map_says_that_it_is_projected():
   records = [
     results.request_record(

@@ -38,7 +38,7 @@ def draw(records: Sequence[Record]) -> list[Drawing]:
 def _scatter(compared: Sequence[Record]) -> Drawing:
   names = selection.ordered({c['scheme'] for c in compared}, selection.SCHEMES)
   with drawing.look():
-    figure = Figure((drawing.WIDTH_IN / 2, 3.2), layout='constrained')
+    figure = Figure((drawing.WIDTH_IN * 0.7, 3.6), layout='constrained')
     axes = figure.subplots()
     most = 1.1 * max(max(c['predicted_s'], c['measured_s']) for c in compared)
     axes.fill_between(
@@ -50,8 +50,7 @@ def _scatter(compared: Sequence[Record]) -> Drawing:
       label='within 10 %',
     )
     axes.plot([0, most], [0, most], color=drawing.QUIET, lw=0.6)
-    for name in names:
-      style = drawing.style_of(name)
+    for name, style in drawing.styles_for(names).items():
       for mode in selection.MODES:
         mine = [
           c for c in compared if c['scheme'] == name and c['mode'] == mode
@@ -60,7 +59,8 @@ def _scatter(compared: Sequence[Record]) -> Drawing:
           [c['measured_s'] for c in mine],
           [c['predicted_s'] for c in mine],
           style.marker,
-          ms=4,
+          ms=3.6,
+          mew=0.7,
           mec=drawing.shade(style.color),
           mfc=style.color if mode == 'serial' else 'white',
         )
@@ -83,7 +83,7 @@ def _scatter(compared: Sequence[Record]) -> Drawing:
       ylabel='predicted, s',
       aspect='equal',
     )
-    axes.legend(frameon=False, loc='upper left')
+    axes.legend(frameon=False, loc='center left', bbox_to_anchor=(1.02, 0.5))
   rows = tuple(
     (
       c['request'],
