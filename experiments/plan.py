@@ -115,6 +115,9 @@ def run(
     'bits or better: add some to scheme',
   )
   for scheme in settings.schemes:
+    require(
+      not scheme.codec.exact, f'scheme={scheme.name}: {planner.NOT_EXACT}'
+    )
     for tokens, in_flight in itertools.product(
       plan.prompt_tokens, plan.in_flight
     ):
@@ -504,8 +507,8 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
     records: of a run with requests and events.
 
   Returns:
-    For every request its name, scheme, mode and rate, and the seconds of its
-    TTFT, `predicted_s` and `measured_s`.
+    For every request, but for those with an exact plane, its name, scheme,
+    mode and rate, and the seconds of its TTFT, `predicted_s` and `measured_s`.
 
   Raises:
     ConfigError: there is no run, or none that can be predicted: its fields are
@@ -542,6 +545,7 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
     if r['kind'] == 'request'
     and r['ttft_provisional_s'] is not None
     and r['scheme'] in schemes
+    and not schemes[r['scheme']].codec.exact
   ]
   require(
     bool(sizes and requests),
@@ -573,10 +577,13 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
       prompt_tokens=request['prompt_tokens'],
       output_tokens=request['output_tokens'],
     )
+    costs = fits[request['mode']]
+    if request['form'] == Form.VERIFY.value:
+      costs = dataclasses.replace(costs, plain_s=costs.verify_s)
     prediction = planner.simulate(
       [ask],
       wire,
-      fits[request['mode']],
+      costs,
       mode=Mode(request['mode']),
       rate_gbps=request['link_gbps'],
       rtt_ms=request['rtt_ms'],

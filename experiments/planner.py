@@ -29,6 +29,10 @@ _RESIDUAL_WINDOW_BYTES = 0  # as `serving` has it
 # those before were: its powers have the mean over the first eight positions of
 # the share of rounds that got there (docs/equivalence.md, SmolLM2-135M).
 _ACCEPTED_2, _ACCEPTED_4 = 0.878, 0.967
+NOT_EXACT = (
+  'the bits of an exact plane follow from the prompt and are not predicted; '
+  'leave out lynx_exact'
+)
 _FIRST_TOKENS = 8  # of decode, whose times are those of `Outcome.stays_s`
 
 
@@ -91,7 +95,8 @@ class Outcome:
   Attributes:
     ask: the request.
     prefill_end_s: prefill and split have ended, T_p.
-    anchor_s, residual_s: the last byte of the stream has arrived.
+    anchor_s, residual_s: the last byte of the stream has arrived; None where
+      there is none, or all was said before it came.
     provisional_s: first token of decode.
     committed_s: first verified one.
     stays_s: when a token is there to stay, a mean over the first eight of
@@ -104,7 +109,7 @@ class Outcome:
 
   ask: Ask
   prefill_end_s: float = math.nan
-  anchor_s: float = math.nan
+  anchor_s: float | None = None
   residual_s: float | None = None
   provisional_s: float = math.nan
   committed_s: float = math.nan
@@ -134,9 +139,11 @@ class Prediction:
   prefill_use: float
   decode_use: float
 
-  def median(self, field: str) -> float:
-    """Returns the median of a field of the outcomes."""
-    return statistics.median(getattr(o, field) for o in self.outcomes)
+  def median(self, field: str) -> float | None:
+    """Returns the median of a field of the outcomes, where it is known."""
+    values = [getattr(o, field) for o in self.outcomes]
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def simulate(
@@ -173,9 +180,10 @@ def simulate(
     The same prediction for the same arguments.
 
   Raises:
-    ConfigError: there is no request.
+    ConfigError: there is no request, or the codec is exact.
   """
   require(bool(asks), 'a plan needs at least one request')
+  require(not wire.codec.exact, NOT_EXACT)
   run = _Run(asks, wire, costs, mode, rate_gbps, rtt_ms, seed)
   return run.end()
 
@@ -400,7 +408,7 @@ class _Run:
   def _land(self, now_s: float, chunk: Chunk) -> None:
     slot = self._here.get(chunk.request)
     if slot is None:
-      return  # token 1 was all it wanted
+      return  # all is said: token 1 was enough, or prefill went on
     stream = _needed_as(chunk)
     slot.missing[stream] -= 1
     since_s = now_s - slot.outcome.ask.arrival_s
@@ -471,7 +479,8 @@ class _Run:
   def _end_first_step(self, now_s: float, slot: _Slot) -> None:
     """Goes through the layer groups that a first step has not gone through.
 
-    It went through the others as they landed; the last one is left at least.
+    It went through the others as they landed, which is taken to hinder no
+    other request; the last one is left at least.
     """
     cost = self._costs.verify_s if slot.speculates else self._decode_s
     counts = self._wire.layer_counts
@@ -564,6 +573,10 @@ class _Run:
     if self._scheduler.queued_bytes(slot.key):
       self._scheduler.cancel(slot.key)
     self._continuing.pop(slot.key, None)
+    if slot.missing[Stream.ANCHOR]:
+      slot.outcome.anchor_s = None
+    if slot.missing[Stream.RESIDUAL]:
+      slot.outcome.residual_s = None
     del self._here[slot.key]
     self._free += 1
     self._admit(now_s)

@@ -4,6 +4,7 @@
 It draws nothing and reads no file.
 """
 
+import collections
 import dataclasses
 import math
 import statistics
@@ -140,19 +141,32 @@ def fastest(traces: Sequence[Trace], scheme: str) -> list[Trace]:
 
 
 def median_prefill_s(traces: Iterable[Trace]) -> float | None:
-  """Returns the median of T_p."""
-  known = [t.prefill_end_s for t in traces if t.prefill_end_s is not None]
+  """Returns the median of T_p over prompts, each with its own median."""
+  known = prefill_medians(traces).values()
   return statistics.median(known) if known else None
 
 
+def prefill_medians(traces: Iterable[Trace]) -> dict[Any, float]:
+  """Returns the median of T_p, by prompt."""
+  found = collections.defaultdict(list)
+  for trace in traces:
+    if trace.prefill_end_s is not None:
+      found[trace['prompt']].append(trace.prefill_end_s)
+  return {prompt: statistics.median(known) for prompt, known in found.items()}
+
+
 def levelled(
-  traces: Iterable[Trace], field: str, prefill_s: float | None
+  traces: Iterable[Trace], field: str, prefill_s: Mapping[Any, float]
 ) -> list[float]:
-  """Returns times with each T_p replaced by the median; see `summaries`."""
-  if prefill_s is None:
-    return []
+  """Returns times with each T_p replaced by its prompt's; see `summaries`.
+
+  Args:
+    traces: whose times.
+    field: which time.
+    prefill_s: `prefill_medians` of all that are compared.
+  """
   return [
-    t[field] - t.prefill_end_s + prefill_s
+    t[field] - t.prefill_end_s + prefill_s[t['prompt']]
     for t in traces
     if t[field] is not None and t.prefill_end_s is not None
   ]

@@ -57,7 +57,7 @@ def summaries(
 
   Ratios of several requests are medians of
 
-      (exposed + T) / (bound - own T_p + T),    T = the run's median T_p
+      (exposed + T) / (bound - own T_p + T),    T = the prompt's median T_p
 
   so that the noise of prefill, equal in both, does not drown the transfer;
   ratios between schemes are medians over pairs, requests of one repeat and
@@ -74,7 +74,7 @@ def summaries(
     r for r in records if r.get('kind') == 'request' and r['mode'] == mode
   ]
   by = {name: fastest_form(chosen, name) for name in SCHEMES}
-  prefill_s = median_prefill_s(chosen)
+  prefill_s = prefill_medians(chosen)
   verified = [r for r in chosen if _form(r) == 'verify']
 
   def ttft(record: Record) -> float | None:
@@ -299,16 +299,16 @@ def wilson(hits: int, n: int) -> tuple[float, float]:
 
 
 def ttft_over_bound(
-  records: Sequence[Record], prefill_s: float | None = None
+  records: Sequence[Record], prefill_s: Mapping[Any, float] | None = None
 ) -> float | None:
   """Returns the median of TTFT over bound, formed as `summaries` says.
 
   Args:
     records: requests of one scheme and mode.
-    prefill_s: the run's median; that of `records` by default.
+    prefill_s: `prefill_medians` of the run; those of `records` by default.
   """
   if prefill_s is None:
-    prefill_s = median_prefill_s(records)
+    prefill_s = prefill_medians(records)
   known = _known(_bound_ratios(records, prefill_s))
   return statistics.median(known) if known else None
 
@@ -318,9 +318,9 @@ def ttft_over(
 ) -> float | None:
   """Returns the median TTFT of `records` over `others`, pair by pair.
 
-  Ratios are formed as `summaries` says, with the prefill median of both.
+  Ratios are formed as `summaries` says, with the prefill medians of both.
   """
-  prefill_s = median_prefill_s([*records, *others])
+  prefill_s = prefill_medians([*records, *others])
   ratios = _known(
     _paired_ratios(
       records,
@@ -331,10 +331,14 @@ def ttft_over(
   return statistics.median(ratios) if ratios else None
 
 
-def median_prefill_s(records: Iterable[Record]) -> float | None:
-  """Returns the median of T_p, prefill and split."""
-  known = _known(_prefill_s(r) for r in records)
-  return statistics.median(known) if known else None
+def prefill_medians(records: Iterable[Record]) -> dict[Any, float]:
+  """Returns the median of T_p, prefill and split, by prompt."""
+  found: dict[Any, list[float]] = {}
+  for record in records:
+    own = _prefill_s(record)
+    if own is not None:
+      found.setdefault(record.get('prompt'), []).append(own)
+  return {prompt: statistics.median(known) for prompt, known in found.items()}
 
 
 def fastest_form(records: Iterable[Record], scheme: str) -> list[Record]:
@@ -349,13 +353,17 @@ def fastest_form(records: Iterable[Record], scheme: str) -> list[Record]:
     if record['scheme'] == scheme:
       forms.setdefault(_form(record), []).append(record)
 
-  def exposed_s(form: str) -> float:
-    known = _known(_levelled(r, 'ttft_provisional_s', 0.0) for r in forms[form])
-    return statistics.median(known) if known else float('inf')
-
-  most = max(map(len, forms.values()), default=0)
-  often = [form for form, found in forms.items() if len(found) == most]
-  return forms[min(often, key=exposed_s)] if often else []
+  exposed_s = {
+    form: _known(
+      _levelled(r, 'ttft_provisional_s', {r.get('prompt'): 0.0}) for r in found
+    )
+    for form, found in forms.items()
+  }
+  most = max(map(len, exposed_s.values()), default=0)
+  often = [form for form, known in exposed_s.items() if len(known) == most]
+  if not often:
+    return []
+  return forms[min(often, key=lambda f: statistics.median(exposed_s[f] or [0]))]
 
 
 def _form(record: Record) -> str:
@@ -370,17 +378,17 @@ def _prefill_s(record: Record) -> float | None:
 
 
 def _levelled(
-  record: Record, name: str, prefill_s: float | None
+  record: Record, name: str, prefill_s: Mapping[Any, float]
 ) -> float | None:
-  """Returns a time with the request's own T_p replaced by the run's."""
-  own = _prefill_s(record)
-  if record[name] is None or own is None or prefill_s is None:
+  """Returns a time with the request's own T_p replaced by its prompt's."""
+  own, level = _prefill_s(record), prefill_s.get(record.get('prompt'))
+  if record[name] is None or own is None or level is None:
     return None
-  return record[name] - own + prefill_s
+  return record[name] - own + level
 
 
 def _bound_ratios(
-  records: Iterable[Record], prefill_s: float | None
+  records: Iterable[Record], prefill_s: Mapping[Any, float]
 ) -> list[float | None]:
   return [
     _ratio(

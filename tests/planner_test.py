@@ -43,7 +43,11 @@ BF16, INT8, LYNX = (
   schemes.scheme(name, CodecConfig()) for name in ('bf16', 'int8', 'lynx')
 )
 SCHEMES = [
-  *(schemes.scheme(name, CodecConfig()) for name in schemes.SCHEMES),
+  *(
+    schemes.scheme(name, CodecConfig())
+    for name in schemes.SCHEMES
+    if name != 'lynx_exact'
+  ),
   dataclasses.replace(LYNX, order=Order.LAYERS),
 ]
 
@@ -657,7 +661,7 @@ def test_its_config_names_the_study():
   assert configured.get_config().study == 'plan'
 
 
-def _run_plan(workdir, scheme):
+def _run_plan(workdir, scheme, *flags):
   return cli.run(
     [
       'main',
@@ -670,6 +674,7 @@ def _run_plan(workdir, scheme):
       '--config.plan.link_gbps=1',
       '--config.plan.in_flight=1',
       '--config.plan.records=',
+      *flags,
     ]
   )
 
@@ -677,6 +682,30 @@ def _run_plan(workdir, scheme):
 def test_a_plan_needs_something_to_advise(tmp_path, capsys):
   assert _run_plan(tmp_path, 'int4') == cli.USER_MISTAKE
   assert 'advises one of bf16, int8, lynx, lynx_2bit' in capsys.readouterr().err
+
+
+def test_what_is_not_predicted_is_refused_before_the_first_cell(
+  tmp_path, capsys
+):
+  assert _run_plan(tmp_path, 'int8,lynx_exact') == cli.USER_MISTAKE
+  said = capsys.readouterr().err
+  assert 'scheme=lynx_exact: the bits of an exact plane' in said
+  records = results.read(tmp_path / results.FILE)
+  assert not [r for r in records if r['kind'] == 'request']
+
+
+def test_a_plan_takes_every_other_scheme(tmp_path, capsys):
+  """A prefill side that goes on may have said all before a byte landed."""
+  names = [name for name in schemes.SCHEMES if name != 'lynx_exact']
+  code = _run_plan(tmp_path, ','.join(names), '--config.plan.link_gbps=0.05')
+  assert code == 0, capsys.readouterr().err
+  records = [*results.read(tmp_path / results.FILE)]
+  cells = [r for r in records if r['kind'] == 'request']
+  assert {r['scheme'] for r in cells} == set(names)
+  for cell in cells:
+    ahead = cell['scheme'] == 'prefill_continues'
+    assert (cell['anchor_arrival_s'] is None) == ahead
+    assert cell['done_s'] >= cell['ttft_provisional_s'] > 0
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def draw(
   for mode in selection.modes(traces):
     chosen = [t for t in traces if t['mode'] == mode]
     prefill_s = selection.median_prefill_s(chosen)
-    points = _rate_points(chosen, prefill_s)
+    points = _rate_points(chosen)
     if points and prefill_s is not None:
       panels[mode] = prefill_s, points
   if not panels:
@@ -116,10 +116,8 @@ class _Point:
     return statistics.median(self.values)
 
 
-def _rate_points(
-  traces: Sequence[Trace], prefill_s: float | None
-) -> list[_Point]:
-  points = []
+def _rate_points(traces: Sequence[Trace]) -> list[_Point]:
+  points, prefill_s = [], selection.prefill_medians(traces)
   for name in selection.ordered(
     {t['scheme'] for t in traces}, selection.SCHEMES
   ):

@@ -29,6 +29,7 @@ class _Bar:
   values: list[float]
   bound: float | None = None
   ratio: float | None = None  # the median of TTFT over bound, pair by pair
+  measured: float | None = None  # the median of values as they were measured
 
 
 def draw(
@@ -39,7 +40,7 @@ def draw(
   for mode in selection.modes(traces):
     chosen = [t for t in traces if t['mode'] == mode]
     prefill_s = selection.median_prefill_s(chosen)
-    bars = _bars(chosen, prefill_s)
+    bars = _bars(chosen)
     if bars and prefill_s is not None:
       panels[mode] = prefill_s, bars
   if not panels:
@@ -78,6 +79,7 @@ def draw(
           drawing.number(bar.bound),
           drawing.number(bar.ratio),
           str(len(bar.values)),
+          drawing.number(bar.measured),
         )
       )
   grid[-1, 0].set_xlabel('time to first token (TTFT), s')
@@ -85,7 +87,8 @@ def draw(
   drawing.foot(
     figure,
     traces,
-    f'n = {drawing.span(counts)} requests a bar, circles; a bar is their median'
+    f'n = {drawing.span(counts)} requests a bar, circles, each with the median '
+    'prefill of its prompt; a bar is their median'
     + (
       ', whiskers its 90 % interval'
       if max(counts, default=0) >= drawing.INTERVAL_FROM
@@ -96,9 +99,10 @@ def draw(
     'ttft',
     'Time to first token',
     figure,
-    'Bars are medians. Grey is prefill and split, the median of all requests '
-    'of the mode (each request keeps its own exposed time: the noise of '
-    'prefill, which is the same work for all, is taken out). Black ticks are '
+    'Bars are medians. Grey is prefill and split, a median over prompts. Each '
+    'request has the prefill that is the median of its prompt, and its own '
+    'exposed time: the noise of prefill, which is the same work for every '
+    'scheme, is taken out. Black ticks are '
     f'bounds, circles single requests, and from n = {drawing.INTERVAL_FROM} on '
     'whiskers are 90 % bootstrap intervals of the median. Baselines are in '
     'their faster form of decoding.',
@@ -118,30 +122,40 @@ def draw(
         'median bound, s',
         'median TTFT / bound',
         'n',
+        'median as measured, s',
       ),
       tuple(table),
     ),
   )
 
 
-def _bars(traces: Sequence[Trace], prefill_s: float | None) -> list[_Bar]:
-  bars = []
+def _bars(traces: Sequence[Trace]) -> list[_Bar]:
+  bars, prefill_s = [], selection.prefill_medians(traces)
   for name in selection.ordered(
     {t['scheme'] for t in traces}, selection.SCHEMES
   ):
     chosen = selection.fastest(traces, name)
     bounds = selection.levelled(chosen, 'bound_ttft_s', prefill_s)
     bound = statistics.median(bounds) if bounds else None
-    ratio = summaries.ttft_over_bound([t.record for t in chosen], prefill_s)
+    ratio = summaries.ttft_over_bound(
+      [t.record for t in chosen],
+      summaries.prefill_medians(t.record for t in traces),
+    )
     shown = selection.levelled(chosen, 'ttft_provisional_s', prefill_s)
     speculative = any(t.is_speculative for t in chosen)
     what = 'provisional' if speculative else ''
     if shown:
-      bars.append(_Bar(name, what, shown, bound, ratio))
+      measured = _median(chosen, 'ttft_provisional_s')
+      bars.append(_Bar(name, what, shown, bound, ratio, measured))
     committed = selection.levelled(chosen, 'ttft_committed_s', prefill_s)
     if speculative and committed:
-      bars.append(_Bar(name, 'committed', committed))
+      measured = _median(chosen, 'ttft_committed_s')
+      bars.append(_Bar(name, 'committed', committed, measured=measured))
   return bars
+
+
+def _median(traces: Sequence[Trace], field: str) -> float:
+  return statistics.median(t[field] for t in traces if t[field] is not None)
 
 
 def _draw_bars(
