@@ -94,6 +94,10 @@ _MORE_STYLES = (
   Style('#8c510a', (0, (8, 1, 2, 1)), '<'),
   Style('#762a83', (0, (3, 2, 1, 2)), '>'),
   Style('#1b7837', (0, (1, 2)), 'p'),
+  Style('#e69f00', (0, (3, 1)), '*'),
+  Style('#666666', (0, (6, 2, 1, 2)), 'd'),
+  Style('#7570b3', (0, (10, 2)), 'H'),
+  Style('#000000', (0, (1, 3)), '8'),
 )
 
 
@@ -116,7 +120,8 @@ def styles_of(requests: Iterable[selection.Trace]) -> dict[str, Style]:
 def styles_for(names: Sequence[str]) -> dict[str, Style]:
   """Returns a style for every name; schemes have their own.
 
-  The first ten are told apart by line and marker as well as by colour.
+  As many as there are styles are told apart by line and marker as well as by
+  colour.
   """
   free = [style for name, style in _STYLES.items() if name not in names]
   more = itertools.cycle([*_MORE_STYLES, *free])

@@ -96,7 +96,11 @@ STUDIES = {
   'plan': Study(
     command='make plan',
     minutes=21,
-    figures={'predicted.png': 'predicted'},
+    figures={
+      'predicted.png': 'predicted',
+      'advice_serial.png': 'advice_serial',
+      'advice_overlapped.png': 'advice_overlapped',
+    },
     requests=False,
   ),
   'notebook': Study(
@@ -405,13 +409,34 @@ _BLOCK = re.compile(
 )
 
 
+_IMAGE = re.compile(
+  r'^(!\[[^\]]*\]\((?:docs/)?figures/(?P<file>[^)]*)\)\n)'
+  r'(?:\n\*From [^*]*\*\n)?',
+  re.MULTILINE,
+)
+
+
 def generate(text: str) -> str:
-  """Returns the text of a page with its generated parts made anew."""
+  """Returns the text of a page with its generated parts made anew.
+
+  These are blocks that are marked, and below each figure where it is from.
+  """
 
   def block(match: re.Match[str]) -> str:
     return f'{match[1]}\n{_generated(match["words"].split())}\n\n{match[3]}'
 
-  return _BLOCK.sub(block, text)
+  def source(match: re.Match[str]) -> str:
+    return f'{match[1]}\n*From {_source(match["file"])}.*\n'
+
+  return _IMAGE.sub(source, _BLOCK.sub(block, text))
+
+
+def _source(file: str) -> str:
+  """Returns the study of a figure and its cost."""
+  for study in STUDIES.values():
+    if file in study.figures:
+      return f'`{study.command}`, {study.minutes} minutes'
+  raise PageError(f'docs/figures/{file} is of no study')
 
 
 def _generated(words: Sequence[str]) -> str:

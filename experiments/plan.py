@@ -153,38 +153,21 @@ def run(
         ]
         for record in records:
           writer.write(record)
-        stays_s = {
-          r['scheme']: r['plan']['stays_s']
-          for r in records
-          if 'stays_s' in r['plan']
-        }
-        if any(scheme in stays_s for scheme in FAITHFUL):
-          best = planner.best(stays_s)
-          advice.append(
-            {
-              'mode': mode.value,
-              'in_flight': cell[-1],
-              'link_gbps': cell[-2],
-              'scheme': best,
-              'int8_over_it': (
-                stays_s['int8'] / stays_s[best] if 'int8' in stays_s else None
-              ),
-            }
-          )
+        advice.append(advise(records))
   rows = results.rows_record(rows=advice)
   writer.write(rows)
-  for table in tables([rows]) if advice else ():
+  advised = [one['scheme'] for one in advice if one['scheme'] is not None]
+  for table in tables([rows]) if advised else ():
     screen.grid(*table)
-  if not advice:
+  if not advised:
     screen.note('nothing is advised: not even one request fits into a slice')
   for name in FAITHFUL:
-    count = sum(one['scheme'] == name for one in advice)
     writer.write(
       results.summary_record(
         f'best_{name}',
-        count / max(1, len(advice)),
+        advised.count(name) / max(1, len(advised)),
         '',
-        len(advice),
+        len(advised),
         label='projected',
       )
     )
@@ -196,37 +179,93 @@ def _cell_name(model, slice_name, prompt_tokens, rate_gbps, in_flight) -> str:
   )
 
 
-def tables(records: Sequence[Record]) -> list[Any]:
-  """Returns (caption, header, rows): what is advised, and what that gains."""
+def advise(records: Sequence[Record]) -> dict[str, Any]:
+  """Returns the advice for a load.
+
+  Args:
+    records: of it, one a scheme.
+
+  Returns:
+    The load, and of the scheme that is advised by how much the first tokens of
+    INT8 come later, and its use of the link and of the decode slice's memory.
+    All of these are None where no request fits.
+  """
+  first, plan = records[0], records[0]['plan']
+  load = {
+    'model': first['model'],
+    'slice': plan['slice'],
+    'prompt_tokens': first['prompt_tokens'],
+    'rtt_ms': first['rtt_ms'],
+    'mode': first['mode'],
+    'in_flight': plan['in_flight'],
+    'link_gbps': first['link_gbps'],
+  }
+  known = {r['scheme']: r['plan'] for r in records if 'stays_s' in r['plan']}
+  if not set(FAITHFUL) & set(known):
+    return load | dict.fromkeys(
+      ('scheme', 'int8_over_it', 'link_use', 'memory_use')
+    )
+  stays_s = {name: one['stays_s'] for name, one in known.items()}
+  best = planner.best(stays_s)
+  where = SLICES[plan['slice']]
+  return load | {
+    'scheme': best,
+    'int8_over_it': (
+      stays_s['int8'] / stays_s[best] if 'int8' in stays_s else None
+    ),
+    'link_use': known[best]['link_use'],
+    'memory_use': known[best]['hbm_bytes']
+    / (where.chips * where.hbm_gib * _GIB),
+  }
+
+
+def advice_of(records: Sequence[Record]) -> list[Record]:
+  """Returns the rows of `advise` that a plan has left."""
   found = [
     r['detail']['rows'] for r in records if r.get('name') == results.ROWS
   ]
-  advice = found[-1] if found else []
+  return found[-1] if found else []
+
+
+def tables(records: Sequence[Record]) -> list[Any]:
+  """Returns (caption, header, rows): what is advised, its gain and its use."""
+  advice = [one for one in advice_of(records) if one['scheme'] is not None]
   rates = sorted({one['link_gbps'] for one in advice})
   loads: dict[Any, dict[float, list[Record]]] = {}
   for one in advice:
     at = loads.setdefault((one['in_flight'], one['mode']), {})
     at.setdefault(one['link_gbps'], []).append(one)
-  gains, schemes = [], []
+  schemes: list[list[str]] = []
+  gains: list[list[str]] = []
+  links: list[list[str]] = []
+  memories: list[list[str]] = []
   for (in_flight, mode), by_rate in sorted(
     loads.items(), key=lambda load: (load[0][0], load[0][1] != 'serial')
   ):
     name = f'{in_flight:,} at once' if in_flight > 1 else 'one request'
     cells = [by_rate.get(rate, []) for rate in rates]
-    gains.append([f'{name}, {mode}', *map(_gain, cells)])
     schemes.append([f'{name}, {mode}', *map(_advised, cells)])
+    for rows, field, form in (
+      (gains, 'int8_over_it', '{:.2f}'),
+      (links, 'link_use', '{:.0%}'),
+      (memories, 'memory_use', '{:.0%}'),
+    ):
+      spans = [_span([one[field] for one in cell], form) for cell in cells]
+      rows.append([f'{name}, {mode}', *spans])
   header = ['load', *map(drawing.rate, rates)]
   return [
     ('Advice: schemes, and in how many cells each', header, schemes),
     ('Gain: time of INT8 over that of the scheme advised', header, gains),
+    ('Link: part of the time that it is busy', header, links),
+    ("Memory: part of the decode slice's that is in use", header, memories),
   ]
 
 
-def _gain(cell: Sequence[Record]) -> str:
-  known = [o['int8_over_it'] for o in cell if o['int8_over_it'] is not None]
+def _span(values: Iterable[float | None], form: str) -> str:
+  known = [value for value in values if value is not None]
   if not known:
     return '–'
-  low, high = f'{min(known):.2f}', f'{max(known):.2f}'
+  low, high = form.format(min(known)), form.format(max(known))
   return low if low == high else f'{low}–{high}'
 
 

@@ -136,6 +136,17 @@ def _made(words: str) -> list[str]:
   return text.split('\n')[2:-2]
 
 
+def test_a_figure_says_which_study_it_is_from():
+  image = '![Words](docs/figures/ttft.png)\n'
+  minutes = pages.STUDIES['latency'].minutes
+  said = f'{image}\n*From `make latency`, {minutes} minutes.*\n'
+  assert pages.generate(image) == said
+  assert pages.generate(said) == said
+  assert pages.generate(said.replace(str(minutes), '1')) == said
+  with pytest.raises(pages.PageError, match=r'figures/no\.png is of no study'):
+    pages.generate('![Words](figures/no.png)\n')
+
+
 def test_what_is_taken_over_is_taken_whole(tmp_path, monkeypatch):
   """Records that were taken over once give themselves."""
   source = pages.RECORDS / 'notebook.jsonl'

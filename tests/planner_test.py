@@ -478,7 +478,7 @@ def test_the_scatter_says_what_its_marks_are():
 
 
 def test_no_two_schemes_of_a_scatter_have_one_mark():
-  names = [*schemes.SCHEMES][:10]
+  names = [*schemes.SCHEMES]
   compared = [
     results.compared_record(
       request=name,
@@ -497,27 +497,40 @@ def test_no_two_schemes_of_a_scatter_have_one_mark():
   assert len({marks[name].get_marker() for name in names}) == len(names)
 
 
+def _row(**fields):
+  return {
+    'model': 'm',
+    'slice': 'v5e-8',
+    'prompt_tokens': 8192,
+    'rtt_ms': 1.0,
+    'mode': 'serial',
+    'in_flight': 1,
+    'link_gbps': 10.0,
+    'scheme': 'lynx',
+    'int8_over_it': 1.5,
+    'link_use': 0.25,
+    'memory_use': 0.5,
+  } | fields
+
+
 def test_a_map_says_that_it_is_projected():
-  records = [
-    results.request_record(
-      scheme=scheme,
-      mode='serial',
-      model='m',
-      prompt_tokens=8192,
-      link_gbps=10.0,
-      rtt_ms=1.0,
-      ttft_provisional_s=seconds,
-      label='projected',
-      plan={'slice': 'v5e-8', 'in_flight': 1, 'stays_s': seconds},
-    )
-    for scheme, seconds in (('int8', 3.0), ('lynx', 2.0))
-  ]
-  (drawn,) = plan.draw(records)
+  nothing = dict.fromkeys(('scheme', 'int8_over_it', 'link_use', 'memory_use'))
+  rows = results.rows_record(rows=[_row(), _row(link_gbps=40.0, **nothing)])
+  (drawn,) = plan.draw([rows])
   (foot,) = [text.get_text() for text in drawn.figure.texts]
-  assert foot.startswith('projected · m · 8,192 prompt tokens · 10 Gbit/s')
+  assert foot.startswith('projected · m · 8,192 prompt tokens · 10')
   (axes,) = drawn.figure.axes
-  assert [text.get_text() for text in axes.texts] == ['lynx\n1.50']
+  assert [text.get_text() for text in axes.texts] == ['lynx\n1.50', '–']
   assert axes.get_ylabel() == 'prompt tokens'
+  found = {
+    caption.split(':')[0]: rows for caption, _, rows in plan.tables([rows])
+  }
+  assert found == {
+    'Advice': [['one request, serial', 'lynx 1']],
+    'Gain': [['one request, serial', '1.50']],
+    'Link': [['one request, serial', '25%']],
+    'Memory': [['one request, serial', '50%']],
+  }
 
 
 def _without(*names):
@@ -601,7 +614,7 @@ def test_the_command_writes_a_plan(tmp_path, capsys):
   said = capsys.readouterr().out
   assert 'Advice: schemes' in said
   assert 'Gain: time of INT8' in said
-  (_, header, advice), (_, _, gains) = plan.tables(records)
+  (_, header, advice), (_, _, gains), *_ = plan.tables(records)
   assert header == ['load', '1 Gbit/s', '400 Gbit/s']
   names = 'one request, serial', 'one request, overlapped'
   assert [row[0] for row in advice[:2]] == [row[0] for row in gains[:2]]

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from matplotlib import ticker
+from matplotlib import patheffects, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -461,6 +461,8 @@ def _number(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
       (5, 3),
       textcoords='offset points',
       fontsize=6.5,
+      path_effects=[patheffects.withStroke(linewidth=2.2, foreground='white')],
+      zorder=9,
       color=drawing.INK,
     )
 

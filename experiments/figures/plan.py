@@ -7,9 +7,8 @@ from typing import Any
 from matplotlib import patches
 from matplotlib.figure import Figure
 
-from experiments import drawing, planner, selection
+from experiments import drawing, plan, selection
 from experiments.drawing import Drawing, Table
-from experiments.schemes import FAITHFUL
 
 Record = Mapping[str, Any]
 _ADVISED = {
@@ -27,7 +26,7 @@ def draw(records: Sequence[Record]) -> list[Drawing]:
     for r in records
     if r.get('name') == 'compared'
   ]
-  cells = [r for r in records if r['kind'] == 'request']
+  cells = plan.advice_of(records)
   found = [_scatter(compared)] if compared else []
   for mode in selection.MODES:
     mine = [r for r in cells if r['mode'] == mode]
@@ -106,16 +105,12 @@ def _scatter(compared: Sequence[Record]) -> Drawing:
 
 def _map(cells: Sequence[Record], mode: str) -> Drawing:
   """Draws which scheme is best, over length and rate, a panel a load."""
-  sides = list(dict.fromkeys((c['model'], c['plan']['slice']) for c in cells))
-  loads = sorted({c['plan']['in_flight'] for c in cells})
+  sides = list(dict.fromkeys((c['model'], c['slice']) for c in cells))
+  loads = sorted({c['in_flight'] for c in cells})
   lengths = sorted({c['prompt_tokens'] for c in cells})
   rates = sorted({c['link_gbps'] for c in cells})
-  stays_s: dict[tuple, dict[str, float]] = {}
-  for c in cells:
-    place = c['model'], c['plan']['slice'], c['plan']['in_flight']
-    at = stays_s.setdefault((*place, c['prompt_tokens'], c['link_gbps']), {})
-    if 'stays_s' in c['plan']:
-      at[c['scheme']] = c['plan']['stays_s']
+  place = 'model', 'slice', 'in_flight', 'prompt_tokens', 'link_gbps'
+  advised = {tuple(c[name] for name in place): c for c in cells}
   rows = []
   with drawing.look():
     figure = Figure(
@@ -127,8 +122,7 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
       for load, axes in zip(loads, line, strict=True):
         for y, length in enumerate(lengths):
           for x, rate in enumerate(rates):
-            known = stays_s.get((*side, load, length, rate), {})
-            words, color = _advice(known)
+            words, color = _advice(advised[*side, load, length, rate])
             axes.add_patch(
               patches.Rectangle(
                 (x, y), 1, 1, facecolor=color, edgecolor=drawing.QUIET, lw=0.4
@@ -164,7 +158,7 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
       axes.set_ylabel('prompt tokens')
     drawing.foot(
       figure,
-      [*map(selection.Trace, cells)],
+      [selection.Trace({**c, 'label': 'projected'}) for c in cells],
       f'{mode}; the scheme that is advised, and the time of INT8 over its own',
     )
   return Drawing(
@@ -182,11 +176,10 @@ def _map(cells: Sequence[Record], mode: str) -> Drawing:
   )
 
 
-def _advice(stays_s: Mapping[str, float]) -> tuple[str, str]:
+def _advice(cell: Record) -> tuple[str, str]:
   """Returns the words of a cell, and its colour."""
-  if not set(FAITHFUL) & set(stays_s):
+  name, gain = cell['scheme'], cell['int8_over_it']
+  if name is None:
     return '–', drawing.FAINT
-  name = planner.best(stays_s)
-  if 'int8' not in stays_s or name == 'int8':
-    return name, _ADVISED[name]
-  return f'{name} {stays_s["int8"] / stays_s[name]:.2f}', _ADVISED[name]
+  alone = gain is None or name == 'int8'
+  return name if alone else f'{name} {gain:.2f}', _ADVISED[name]
