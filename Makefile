@@ -61,6 +61,7 @@ PEERS_PIP_ARGS ?=
 FIDELITY_DIR ?= runs/fidelity
 TRANSPORT_DIR ?= runs/transport
 NOTEBOOK_DIR ?= runs/notebook
+FIGURES_DIR ?= runs/figures
 TEST_ARGS ?= -n 2
 
 .PHONY: help demo latency plan ablation fidelity peers equivalence-study
@@ -122,7 +123,7 @@ notebook: $(STAMPS)/test
 	$(RUN) -m experiments.notebook --workdir='$(NOTEBOOK_DIR)'
 
 figures: $(STAMPS)/run
-	$(RUN) -m experiments.pages
+	$(RUN) -m experiments.pages --workdir='$(FIGURES_DIR)'
 
 docs: $(STAMPS)/run
 	$(RUN) -m experiments.pages --write

@@ -2,6 +2,7 @@
 """Keeps README and docs equal to the records that are checked in.
 
     python -m experiments.pages                      # redraws and compares
+    python -m experiments.pages --workdir=runs/figures  # and reports on it
     python -m experiments.pages --write              # writes what is generated
     python -m experiments.pages --take=runs/latency  # takes over a study first
 
@@ -265,6 +266,22 @@ def records_of(study: str) -> list[Record]:
 
 
 # --- Figures ------------------------------------------------------------------
+
+
+def report_on(workdir: pathlib.Path) -> pathlib.Path:
+  """Writes every figure, with the requests and summaries it is from."""
+  return report.gather(
+    workdir,
+    {
+      name: (
+        f'{study.command}, {study.minutes} minutes',
+        records_of(name),
+        _drawn(name, records_of(name), *study.figures.values()),
+      )
+      for name, study in STUDIES.items()
+      if study.figures
+    },
+  )
 
 
 def draw(study: str) -> dict[str, bytes]:
@@ -560,6 +577,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument(
     '--write', action='store_true', help='write what is generated'
   )
+  parser.add_argument(
+    '--workdir',
+    type=pathlib.Path,
+    help='gets a report with all figures, and the records that they are from',
+  )
   chosen = parser.parse_args(arguments)
   try:
     if chosen.take is not None:
@@ -568,6 +590,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       for file, png in draw(study).items() if STUDIES[study].figures else ():
         FIGURES.joinpath(file).write_bytes(png)
         print(f'drew docs/figures/{file}')
+    if chosen.workdir is not None:
+      print(f'report: {report_on(chosen.workdir)}')
     if chosen.write:
       for name in _write():
         print(f'wrote {name}')

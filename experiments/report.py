@@ -117,6 +117,43 @@ def render(records: Iterable[Record]) -> tuple[str, dict[str, bytes]]:
   return _PAGE.format(title=_text(title), body='\n'.join(body)), images
 
 
+def gather(
+  workdir: str | os.PathLike[str],
+  studies: Mapping[str, tuple[str, Sequence[Record], Sequence[Any]]],
+) -> pathlib.Path:
+  """Writes one report of several studies, and their records beside it.
+
+  Args:
+    workdir: is made where it does not exist; what it holds is replaced.
+    studies: by name a title, the records, and the figures to show.
+
+  Returns:
+    The path of `report.html`. In `results.jsonl` are the requests and the
+    summaries, whose names begin with that of their study and a slash.
+
+  Raises:
+    OSError: a file cannot be written.
+  """
+  folder, images = pathlib.Path(workdir), dict[str, bytes]()
+  body, lines = ['<h1>Figures</h1>'], []
+  for study, (title, records, figures) in studies.items():
+    body.append(f'<h2>{_text(study)}: {_text(title)}</h2>')
+    body += [_drawn(drawn, f'{drawn.name}.png', images) for drawn in figures]
+    body += _summaries(records)
+    for record in records:
+      if record['kind'] == 'summary':
+        record = {**record, 'name': f'{study}/{record["name"]}'}
+      if record['kind'] in ('summary', 'request'):
+        lines.append(json.dumps(record) + '\n')
+  folder.mkdir(parents=True, exist_ok=True)
+  for name, data in images.items():
+    _replace(folder / name, data)
+  _replace(folder / results.FILE, ''.join(lines).encode('ascii'))
+  page = _PAGE.format(title='figures', body='\n'.join(body))
+  _replace(folder / FILE, page.encode('utf-8'))
+  return folder / FILE
+
+
 def tables(records: Sequence[Record]) -> list[Any]:
   """Returns (caption, header, rows) of every table of a run's study."""
   from experiments import studies

@@ -136,6 +136,21 @@ def _made(words: str) -> list[str]:
   return text.split('\n')[2:-2]
 
 
+def test_the_report_of_all_figures_has_their_records(tmp_path, monkeypatch):
+  latency = {'latency': pages.STUDIES['latency']}
+  monkeypatch.setattr(pages, 'STUDIES', latency)
+  page = pages.report_on(tmp_path / 'figures').read_text(encoding='utf-8')
+  assert 'latency: make latency, ' in page
+  assert page.count('<figure>') == len(latency['latency'].figures)
+  records = [*results.read(tmp_path / 'figures' / results.FILE)]
+  assert {r['kind'] for r in records} == {'request', 'summary'}
+  assert 'latency/share' in {r.get('name') for r in records}
+  assert (tmp_path / 'figures' / 'ttft.png').exists()
+  tmp_path.joinpath('file').write_text('')
+  with pytest.raises(OSError, match='file'):
+    pages.report_on(tmp_path / 'file')
+
+
 def test_a_figure_says_which_study_it_is_from():
   image = '![Words](docs/figures/ttft.png)\n'
   minutes = pages.STUDIES['latency'].minutes

@@ -207,6 +207,34 @@ def test_a_peer_wins_where_nothing_of_ours_beats_it():
   assert won.startswith('hf_hqq8 (8.40 bits, KL 0.0001) WINS')
 
 
+def test_a_difference_that_three_prompts_do_not_show_is_none():
+  """Bits decide then, and the table says that KL does not."""
+  records = [
+    _forced(scheme, bits, kl, prompt)
+    for prompt, ours, peer, worse in (
+      ('a', 2e-3, 1e-3, 9e-3),
+      ('b', 2e-3, 4e-3, 9e-3),
+      ('c', 3e-3, 1e-3, 8e-3),
+    )
+    for scheme, bits, kl in (
+      ('lynx_anchor', 4.6, ours),
+      ('kivi4_oracle', 5.4, peer),
+      ('quantspec', 5.4, worse),
+      ('cachegen', 4.0, worse),
+    )
+  ]
+  ((_, header, rows),) = comparison.tables(records)
+  beaten = {row[0]: row[header.index('beaten by')] for row in rows}
+  assert beaten == {
+    'lynx_anchor': '',
+    'kivi4_oracle': 'lynx_anchor (alike in KL)',
+    'quantspec': 'lynx_anchor',
+    'cachegen': 'none: it wins',
+  }
+  kivi, *_ = comparison.verdicts(records)
+  assert kivi.endswith('lynx_anchor (4.60 bits, KL 0.0023, alike in KL)')
+
+
 def test_projected_ttft_is_that_of_the_definition():
   records = [
     _forced(scheme, bits, 0.0, prompt, coding)

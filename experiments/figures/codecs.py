@@ -72,7 +72,8 @@ def _pareto(details: Sequence[Record]) -> Drawing:
   keys = [f'{i}  {name}' for i, name in enumerate(names, 1)]
   words = (
     f'measured · n = {drawing.span(sorted(counts.values()), str)} prompts of '
-    f'{drawing.span(lengths, "{:,}".format)} tokens'
+    f'{drawing.span(lengths, "{:,}".format)} tokens; dots are means, whiskers '
+    'their 90 % intervals'
   )
   figure.text(
     0.0,

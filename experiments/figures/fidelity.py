@@ -23,6 +23,7 @@ _WHISKERS = (
   'Whiskers are 90 % intervals over prompts: Wilson’s where an answer is right '
   'or wrong, else by bootstrap.'
 )
+_SHORT = 'marks are means or medians, whiskers their 90 % intervals'
 
 
 def draw(traces: Sequence[Trace], styles: Mapping[str, Style]) -> list[Drawing]:
@@ -151,7 +152,7 @@ def _forced(traces: Sequence[Trace], styles: Mapping[str, Style]) -> Drawing:
     table += [row.cells(title, digits) for row in rows]
   grid[0].set_yticks(range(len(rows)), [row.reading for row in rows])
   count = len({trace['prompt'] for trace in traces})
-  drawing.foot(figure, traces, f'n = {count} prompts')
+  drawing.foot(figure, traces, f'n = {count} prompts, circles; {_SHORT}')
   return Drawing(
     'fidelity_forced',
     'On the text’s own next tokens',
@@ -191,7 +192,7 @@ def _free(traces: Sequence[Trace], styles: Mapping[str, Style]) -> Drawing:
     (*row.cells('exact match, tokens', 0), str(whole[row.reading]))
     for row in rows
   )
-  drawing.foot(figure, traces, f'{most} tokens after the first one')
+  drawing.foot(figure, traces, f'{most} tokens after the first one; {_SHORT}')
   return Drawing(
     'fidelity_free',
     'Running free: tokens before the first that differs',
@@ -259,7 +260,7 @@ def _tasks(
     {sum(t['fidelity']['task'] == task for t in traces) for task in tasks}
   )
   each = drawing.span([count // len(names) for count in counts])
-  drawing.foot(figure, traces, f'n = {each} prompts a task')
+  drawing.foot(figure, traces, f'n = {each} prompts a task; {_SHORT}')
   what = {'tasks': 'Synthetic tasks', 'longbench': 'LongBench'}
   return Drawing(
     f'fidelity_{part}',

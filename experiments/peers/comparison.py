@@ -18,6 +18,7 @@ Record = Mapping[str, Any]
 
 CODING = 'coding_over_prefill'  # a figure of those who run their own code
 _TTFT = 'ttft_over_int8_'  # begins the name of a summary
+ALIKE = 'alike in KL'  # the interval of the difference holds 0
 _HEADER = (
   'cache', 'run by', 'bits', 'MB', 'KL', 'agreement', 'coding', 'TTFT',
   'beaten by',
@@ -68,13 +69,14 @@ def verdicts(records: Sequence[Record]) -> Iterator[str]:
   """Yields a line a peer: which of our readings beat it, if any does."""
   means = _means(records)
 
-  def words(name: str) -> str:
+  def words(name: str, alike: bool = False) -> str:
     bits, kl = means[name]
-    return f'{name} ({bits:.2f} bits, KL {kl:.2g})'
+    return f'{name} ({bits:.2f} bits, KL {kl:.2g}{f", {ALIKE}" * alike})'
 
   for name, better in _better(records).items():
     if better:
-      yield f'{words(name)} is beaten by {", ".join(map(words, better))}'
+      others = ', '.join(words(other, alike) for other, alike in better.items())
+      yield f'{words(name)} is beaten by {others}'
     else:
       yield f'{words(name)} WINS: none of ours has no more bits and no more KL'
 
@@ -103,7 +105,11 @@ def tables(
     found = [r['fidelity'] for r in own]
     beaten = ''
     if name in better:
-      beaten = ', '.join(better[name]) or 'none: it wins'
+      others = [
+        f'{other} ({ALIKE})' if alike else other
+        for other, alike in better[name].items()
+      ]
+      beaten = ', '.join(others) or 'none: it wins'
     rows.append(
       (
         name,
@@ -185,18 +191,31 @@ def _means(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
   }
 
 
-def _better(records: Sequence[Record]) -> dict[str, list[str]]:
-  """Returns our readings with no more bits and no more KL than each peer."""
-  means = _means(records)
+def _better(records: Sequence[Record]) -> dict[str, dict[str, bool]]:
+  """Returns our readings with no more bits and no more KL than each peer.
+
+  Returns:
+    By peer and reading whether their KL is alike: the 90 % interval of the mean
+    difference over the prompts of both holds 0, so that the bits decide. Below
+    3 prompts there is no interval, and the means alone are compared.
+  """
+  means, kl = _means(records), dict[str, dict[str, float]]()
+  for record in _forced(records):
+    of = kl.setdefault(record['scheme'], {})
+    of[record['prompt']] = record['fidelity']['figures']['kl']
   peers = {
     r['scheme'] for r in _forced(records) if r['target'] == readings.PEER
   }
-  return {
-    name: [
-      other
-      for other, (bits, kl) in means.items()
-      if other not in peers and bits <= means[name][0] and kl <= means[name][1]
-    ]
-    for name in means
-    if name in peers
-  }
+  found: dict[str, dict[str, bool]] = {name: {} for name in kl if name in peers}
+  for name, better in found.items():
+    for other in kl:
+      if other in peers or means[other][0] > means[name][0]:
+        continue
+      low, high = summaries.interval(
+        [kl[name][p] - kl[other][p] for p in kl[name] if p in kl[other]],
+        of=statistics.fmean,
+      )
+      alike = low is not None and high is not None and low <= 0 <= high
+      if alike or means[other][1] <= means[name][1]:
+        better[other] = alike
+  return found
