@@ -131,16 +131,14 @@ def draw(
 
 def _bars(traces: Sequence[Trace]) -> list[_Bar]:
   bars, prefill_s = [], selection.prefill_medians(traces)
+  of_records = summaries.prefill_medians(t.record for t in traces)
   for name in selection.ordered(
     {t['scheme'] for t in traces}, selection.SCHEMES
   ):
     chosen = selection.fastest(traces, name)
     bounds = selection.levelled(chosen, 'bound_ttft_s', prefill_s)
     bound = statistics.median(bounds) if bounds else None
-    ratio = summaries.ttft_over_bound(
-      [t.record for t in chosen],
-      summaries.prefill_medians(t.record for t in traces),
-    )
+    ratio = summaries.ttft_over_bound([t.record for t in chosen], of_records)
     shown = selection.levelled(chosen, 'ttft_provisional_s', prefill_s)
     speculative = any(t.is_speculative for t in chosen)
     what = 'provisional' if speculative else ''
