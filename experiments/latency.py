@@ -316,7 +316,7 @@ class _Study:
     self._environment = results.environment()
     self._calls: collections.Counter[str] = collections.Counter()
     self._compiles = self._fetches = 0
-    self._codebook_bits: list[float] = []
+    self._codebook_bits: dict[str, float] = {}  # by prompt
     self.records: list[dict[str, Any]] = []
     self.acceptances: list[dict[str, Any]] = []
 
@@ -347,7 +347,7 @@ class _Study:
         if known is None:
           known = engine.compute(prompt, self._settings.sampling)
           if isinstance(known, Prompt):  # not that of another process
-            self._codebook_bits.append(lossless.bits_of(known))
+            self._codebook_bits[file] = lossless.bits_of(known)
         by_codec[scheme.codec] = engine.reference(
           prompt,
           self._settings.output_tokens,
@@ -434,6 +434,13 @@ class _Study:
       sampling=dataclasses.asdict(self._settings.sampling),
       **self._environment,
     )
+    if scheme.name == 'bf16' and case.prompt in self._codebook_bits:
+      record['bound_codebook_s'] = serving.bound_s(
+        line.engine,
+        lossless.coded(result, self._codebook_bits[case.prompt]),
+        case.rate_gbps,
+        case.rtt_ms,
+      )
     self._writer.write(record)
     for event in result.timeline.events():
       self._writer.write(results.event_record(name, event))
@@ -505,7 +512,7 @@ class _Study:
       ).worst.anchor
     costs: Costs | None = int8.costs if int8 else None
     return summaries.Constants(
-      bits_bf16_codebook=tuple(self._codebook_bits),
+      bits_bf16_codebook=tuple(self._codebook_bits.values()),
       anchor_step_over_bf16_step=ratio,
       steps=_STEPS,
       bits_anchor_worst_length=worst,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lossless bfloat16 by a codebook of exponents: a size to hold others against.
 
-It knows no wire: what it counts is what such a code would send. Sign and
+It sends nothing: what it counts is what such a code would send, and what is
+formed of it is the bound of a transfer whose coding takes no time. Sign and
 significand, 8 bits of noise, go as they are. The 15 most frequent exponents of
 a tensor have codes of 4 bits; the 16th code says that the exponent itself
 follows. Exponents of keys and values take few values, as those of weights do
@@ -15,8 +16,9 @@ import numpy as np
 
 from lynx_jax.prefill import Prompt
 from lynx_jax.programs import fetch
+from lynx_jax.requests import Result
 
-_CODE_BITS = 4
+_BFLOAT16_BITS, _CODE_BITS = 16, 4
 _ESCAPE = (1 << _CODE_BITS) - 1
 
 
@@ -83,6 +85,22 @@ def bits_of(prompt: Prompt) -> float:
       for tensor in (group.k, group.v)
       for layer in tensor
     ]
+  )
+
+
+def coded(result: Result, bits: float) -> Result:
+  """Returns the result of a bf16 request with the bytes of a code.
+
+  Args:
+    result: of the request; all that it waits for are bfloat16 values.
+    bits: a value, as the code has them.
+  """
+  part = bits / _BFLOAT16_BITS
+  return dataclasses.replace(
+    result,
+    critical=[
+      (ready_s, round(part * size)) for ready_s, size in result.critical
+    ],
   )
 
 

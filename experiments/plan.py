@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -147,13 +147,13 @@ def run(
     name = _cell_name(*cell)
     with screen.step(f'{i + 1} of {len(cells)}: {name}'):
       for mode in settings.modes:
-        records = [
-          results.request_record(**fields, **environment)
-          for fields in predict(settings, *cell, mode)
-        ]
-        for record in records:
-          writer.write(record)
-        advice.append(advise(records))
+        records, stays_s = [], {}
+        for fields, each_s in predict(settings, *cell, mode):
+          records.append(results.request_record(**fields, **environment))
+          writer.write(records[-1])
+          if each_s:
+            stays_s[fields['scheme']] = each_s
+        advice.append(advise(records, stays_s))
   rows = results.rows_record(rows=advice)
   writer.write(rows)
   advised = [one['scheme'] for one in advice if one['scheme'] is not None]
@@ -179,16 +179,20 @@ def _cell_name(model, slice_name, prompt_tokens, rate_gbps, in_flight) -> str:
   )
 
 
-def advise(records: Sequence[Record]) -> dict[str, Any]:
-  """Returns the advice for a load.
+def advise(
+  records: Sequence[Record], stays_s: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
+  """Returns the advice for a load, and for each request of it.
 
   Args:
     records: of it, one a scheme.
+    stays_s: `Outcome.stays_s` of every request, by scheme, if all take it.
 
   Returns:
     The load, and of the scheme that is advised by how much the first tokens of
-    INT8 come later, and its use of the link and of the decode slice's memory.
-    All of these are None where no request fits.
+    INT8 come later, and its use of the link and of the decode slice's memory;
+    `requests` counts those for which each scheme is the one to send. All of
+    these are None where no request fits.
   """
   first, plan = records[0], records[0]['plan']
   load = {
@@ -200,19 +204,24 @@ def advise(records: Sequence[Record]) -> dict[str, Any]:
     'in_flight': plan['in_flight'],
     'link_gbps': first['link_gbps'],
   }
-  known = {r['scheme']: r['plan'] for r in records if 'stays_s' in r['plan']}
-  if not set(FAITHFUL) & set(known):
+  if not set(FAITHFUL) & set(stays_s):
     return load | dict.fromkeys(
-      ('scheme', 'int8_over_it', 'link_use', 'memory_use')
+      ('scheme', 'int8_over_it', 'link_use', 'memory_use', 'requests')
     )
-  stays_s = {name: one['stays_s'] for name, one in known.items()}
-  best = planner.best(stays_s)
+  known = {r['scheme']: r['plan'] for r in records if r['scheme'] in stays_s}
+  median_s = {name: one['stays_s'] for name, one in known.items()}
+  best = planner.best(median_s)
   where = SLICES[plan['slice']]
+  each = (
+    dict(zip(stays_s, one_s, strict=True))
+    for one_s in zip(*stays_s.values(), strict=True)
+  )
   return load | {
     'scheme': best,
     'int8_over_it': (
-      stays_s['int8'] / stays_s[best] if 'int8' in stays_s else None
+      median_s['int8'] / median_s[best] if 'int8' in median_s else None
     ),
+    'requests': collections.Counter(map(planner.best, each)),
     'link_use': known[best]['link_use'],
     'memory_use': known[best]['hbm_bytes']
     / (where.chips * where.hbm_gib * _GIB),
@@ -228,7 +237,11 @@ def advice_of(records: Sequence[Record]) -> list[Record]:
 
 
 def tables(records: Sequence[Record]) -> list[Any]:
-  """Returns (caption, header, rows): what is advised, its gain and its use."""
+  """Returns (caption, header, rows): what is advised, its gain and its use.
+
+  Advice for a load, all of whose requests take one scheme, is counted by cells;
+  that for each request of its own by requests.
+  """
   advice = [one for one in advice_of(records) if one['scheme'] is not None]
   rates = sorted({one['link_gbps'] for one in advice})
   loads: dict[Any, dict[float, list[Record]]] = {}
@@ -236,6 +249,7 @@ def tables(records: Sequence[Record]) -> list[Any]:
     at = loads.setdefault((one['in_flight'], one['mode']), {})
     at.setdefault(one['link_gbps'], []).append(one)
   schemes: list[list[str]] = []
+  requests: list[list[str]] = []
   gains: list[list[str]] = []
   links: list[list[str]] = []
   memories: list[list[str]] = []
@@ -245,6 +259,7 @@ def tables(records: Sequence[Record]) -> list[Any]:
     name = f'{in_flight:,} at once' if in_flight > 1 else 'one request'
     cells = [by_rate.get(rate, []) for rate in rates]
     schemes.append([f'{name}, {mode}', *map(_advised, cells)])
+    requests.append([f'{name}, {mode}', *map(_shares, cells)])
     for rows, field, form in (
       (gains, 'int8_over_it', '{:.2f}'),
       (links, 'link_use', '{:.0%}'),
@@ -255,6 +270,7 @@ def tables(records: Sequence[Record]) -> list[Any]:
   header = ['load', *map(drawing.rate, rates)]
   return [
     ('Advice: schemes, and in how many cells each', header, schemes),
+    ('Requests: part of them that is best off with each', header, requests),
     ('Gain: time of INT8 over that of the scheme advised', header, gains),
     ('Link: part of the time that it is busy', header, links),
     ("Memory: part of the decode slice's that is in use", header, memories),
@@ -272,6 +288,17 @@ def _span(values: Iterable[float | None], form: str) -> str:
 def _advised(cell: Sequence[Record]) -> str:
   counts = collections.Counter(one['scheme'] for one in cell)
   return ', '.join(f'{n} {counts[n]}' for n in FAITHFUL if counts[n]) or '–'
+
+
+def _shares(cell: Sequence[Record]) -> str:
+  counts = collections.Counter[str]()
+  for one in cell:
+    counts.update(one['requests'])
+  total = counts.total()
+  return (
+    ', '.join(f'{n} {counts[n] / total:.0%}' for n in FAITHFUL if counts[n])
+    or '–'
+  )
 
 
 def draw(records: Sequence[Record]) -> list[drawing.Drawing]:
@@ -359,10 +386,11 @@ def predict(
   rate_gbps: float,
   in_flight: int,
   mode: Mode,
-) -> Iterable[dict[str, Any]]:
-  """Yields the fields of a request record a scheme: medians of all requests.
+) -> Iterator[tuple[dict[str, Any], list[float]]]:
+  """Yields the fields of a request record a scheme, and what each request met.
 
-  Times are None where not even one request fits into the decode slice.
+  The fields are medians of all requests, and None where not even one fits into
+  the decode slice. What each met is its `Outcome.stays_s`.
   """
   where = SLICES[slice_name]
   asks = _asks(settings, prompt_tokens, in_flight)
@@ -395,6 +423,7 @@ def predict(
       'label': 'projected',
       'plan': {'slice': slice_name, 'in_flight': in_flight, 'slots': slots},
     }
+    each_s: list[float] = []
     if slots > 0:
       prediction = planner.simulate(
         asks,
@@ -426,7 +455,8 @@ def predict(
         'requests_per_s': in_flight / prediction.span_s,
         'hbm_bytes': weight_bytes(model) + slots * size.total,
       }
-    yield record
+      each_s = [outcome.stays_s for outcome in prediction.outcomes]
+    yield record, each_s
 
 
 def _asks(

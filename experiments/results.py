@@ -65,8 +65,9 @@ REQUEST_FIELDS = (
 )
 # Besides the contract: what a reader needs to pair records, (drafted, accepted)
 # of every verification, the fields of the request's sampling, the exact plane,
-# null or 0 where there is none, of projected requests the label and load, and
-# what the fidelity study has found.
+# null or 0 where there is none, of projected requests the label and load, what
+# the fidelity study has found, and of bf16 the bound that its request would
+# have had with the bytes of an exponent codebook.
 EXTRA_FIELDS = (
   'request',
   'repeat',
@@ -76,6 +77,7 @@ EXTRA_FIELDS = (
   'sampling',
   'bytes_exact',
   'exact_arrival_s',
+  'bound_codebook_s',
   'label',
   'plan',
   'fidelity',

@@ -508,13 +508,16 @@ def _row(**fields):
     'link_gbps': 10.0,
     'scheme': 'lynx',
     'int8_over_it': 1.5,
+    'requests': {'lynx': 3, 'bf16': 1},
     'link_use': 0.25,
     'memory_use': 0.5,
   } | fields
 
 
 def test_a_map_says_that_it_is_projected():
-  nothing = dict.fromkeys(('scheme', 'int8_over_it', 'link_use', 'memory_use'))
+  nothing = dict.fromkeys(
+    ('scheme', 'int8_over_it', 'link_use', 'memory_use', 'requests')
+  )
   rows = results.rows_record(rows=[_row(), _row(link_gbps=40.0, **nothing)])
   (drawn,) = plan.draw([rows])
   (foot,) = [text.get_text() for text in drawn.figure.texts]
@@ -527,6 +530,7 @@ def test_a_map_says_that_it_is_projected():
   }
   assert found == {
     'Advice': [['one request, serial', 'lynx 1']],
+    'Requests': [['one request, serial', 'bf16 25%, lynx 75%']],
     'Gain': [['one request, serial', '1.50']],
     'Link': [['one request, serial', '25%']],
     'Memory': [['one request, serial', '50%']],
@@ -614,13 +618,18 @@ def test_the_command_writes_a_plan(tmp_path, capsys):
   said = capsys.readouterr().out
   assert 'Advice: schemes' in said
   assert 'Gain: time of INT8' in said
-  (_, header, advice), (_, _, gains), *_ = plan.tables(records)
+  (_, header, advice), (*_, requests), (*_, gains), *_ = plan.tables(records)
   assert header == ['load', '1 Gbit/s', '400 Gbit/s']
   names = 'one request, serial', 'one request, overlapped'
   assert [row[0] for row in advice[:2]] == [row[0] for row in gains[:2]]
   assert [row[0] for row in advice[:2]] == [*names]
   # One slice of the two, one model and length: a cell a load and rate.
   assert all(cell[-2:] == ' 1' for row in advice for cell in row[1:])
+  # One request alone is best off with what is best for the load.
+  alone = [row for row in advice if row[0] in names]
+  assert [[cell[:-1] + '100%' for cell in row[1:]] for row in alone] == [
+    row[1:] for row in requests if row[0] in names
+  ]
   # What is simpler may be as much slower.
   least = 1 / planner._ALIKE - 0.005
   assert all(float(row[1]) > float(row[2]) >= least for row in gains)
