@@ -3,6 +3,7 @@
 #
 #   make demo      the main job on a real model, with a table at the end
 #   make latency   every baseline, five prompts, both modes (72 minutes)
+#   make rates     the same on one prompt, over links of three rates (30 minutes)
 #   make plan      what each scheme would do on slices and links not at hand
 #   make equivalence-study  24 prompts on which output must be equal
 #   make ablation  24 cells on a real model, one change each (24 minutes)
@@ -51,6 +52,7 @@ STAMPS := .venv/stamps
 
 DEMO_DIR ?= runs/demo
 LATENCY_DIR ?= runs/latency
+RATES_DIR ?= runs/rates
 PLAN_DIR ?= runs/plan
 EQUIVALENCE_DIR ?= runs/equivalence
 ABLATION ?= configs/ablation.py
@@ -64,7 +66,8 @@ NOTEBOOK_DIR ?= runs/notebook
 FIGURES_DIR ?= runs/figures
 TEST_ARGS ?= -n 2
 
-.PHONY: help demo latency plan ablation fidelity peers equivalence-study
+.PHONY: help demo latency rates plan ablation fidelity peers
+.PHONY: equivalence-study
 .PHONY: transport-study pod-compile notebook figures docs
 .PHONY: test lint format lock clean setup setup-test
 help:
@@ -77,6 +80,10 @@ demo: $(STAMPS)/run
 latency: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/latency.py \
 	  --workdir='$(LATENCY_DIR)'
+
+rates: $(STAMPS)/run
+	$(RUN) -m experiments.main --config=configs/rates.py \
+	  --workdir='$(RATES_DIR)'
 
 plan: $(STAMPS)/run
 	$(RUN) -m experiments.main --config=configs/plan.py --workdir='$(PLAN_DIR)'

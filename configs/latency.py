@@ -29,7 +29,7 @@ def get_config(arg: str | None = None):
   values.study = 'latency'
   values.scheme = (
     'bf16,bf16_layers,prefill_continues,int8,int8_layers,int8_lookup,'
-    'int4,kivi4,lynx,interleaved'
+    'int4,kivi4,lynx,lynx_exact,interleaved'
   )
   values.mode = 'serial,overlapped'
   values.repeats = 1

@@ -23,7 +23,6 @@ def get_config(arg: str | None = None):
   """Returns the run; `arg` names another shipped prompt."""
   values = latency.get_config(arg or 'question')
   values.study = 'rates'
-  values.scheme += ',lynx_exact'
   values.sweep.link_gbps = '0.0125,0.025,0.05'
   values.output_tokens = 24
   values.acceptance.output_tokens = 0

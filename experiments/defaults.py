@@ -212,7 +212,7 @@ def base() -> ml_collections.ConfigDict:
       },
       # The plan predicts every combination of what has commas between.
       'plan': {
-        # The results.jsonl of a measured latency study, to be predicted first.
+        # Records of measured latency studies, to be predicted first.
         'records': '',
         # Names of presets.
         'models': 'Llama-3.1-8B',

@@ -34,6 +34,7 @@ from experiments import (
   display,
   fidelity_report,
   forcing,
+  latency,
   prompts,
   questions,
   readings,
@@ -42,7 +43,7 @@ from experiments import (
   summaries,
   synthetic,
 )
-from experiments.peers import comparison, exchange, processes
+from experiments.peers import comparison, exchange, over_link, processes
 from experiments.questions import Question
 from experiments.readings import ANCHOR, REFERENCE, Reading
 from experiments.study_settings import Fidelity
@@ -126,9 +127,10 @@ def run(
   for record in fidelity_report.figures_of(records, settings.acceptance_drafts):
     writer.write(record)
   if study.peers:
-    said: list[Record] = [*comparison.projected(records, settings.link.share)]
+    said = [*comparison.ttft(records, _send(bench, records))]
     if study.caches:
-      said.append(results.peers_record(caches.not_run, caches.versions))
+      versions = bench.peer_versions | caches.versions
+      said.append(results.peers_record(caches.not_run, versions))
     for line in said:
       writer.write(line)
     for title, header, rows in comparison.tables([*records, *said]):
@@ -172,6 +174,7 @@ class _Bench:
     records: those that count, by request and prompt; of parts that were not
       chosen all that earlier runs have made.
     limits: what the figures can and cannot show.
+    peer_versions: of packages that ran, by name.
   """
 
   def __init__(self, settings, model, writer, screen):
@@ -183,11 +186,16 @@ class _Bench:
     self._values_a_token = 2 * dims.layers * dims.kv_heads * dims.head_dim
     self._version = _version(settings)
     self._environment = results.environment()
+    earlier = [*results.read(writer.path)]
     self._known = {
       (r['request'], r['fidelity']['digest']): r
-      for r in results.read(writer.path)
+      for r in earlier
       if (r.get('fidelity') or {}).get('version') == self._version
     }
+    self.peer_versions: dict[str, str] = {}
+    for record in earlier:
+      if record.get('name') == results.PEERS:
+        self.peer_versions |= record['detail']['versions']
     self.records = {
       key: record
       for key, record in self._known.items()
@@ -539,6 +547,37 @@ def _gguf(settings: config.Settings) -> str:
     'fidelity.peers',
   )
   return str(file.absolute())
+
+
+def _send(
+  bench: _Bench, records: Sequence[Record]
+) -> dict[str, comparison.Transfers]:
+  """Sends the bytes of every reading over the link of a latency study.
+
+  Without INT8, which sets its rate, nothing is sent.
+  """
+  found = _texts(bench.settings, bench.model.tokenizer)
+  texts = {p.name: [*p.ids] for p in found}
+  sizes = {prompt: comparison.wire_bytes(records, prompt) for prompt in texts}
+  if not all('int8' in of for of in sizes.values()):
+    return {}
+  plan = latency.make_plan(bench.settings, bench.model, texts, bench.screen)
+  measured = {}
+  for case in plan.cases:
+    with bench.screen.step(
+      f'sending the bytes of every cache of {case.prompt}'
+    ):
+      measured[case.prompt] = comparison.Transfers(
+        prefill_s=case.prefill_s,
+        step_s=plan.int8_step_s,
+        seconds=over_link.seconds(
+          sizes[case.prompt],
+          rate_gbps=case.rate_gbps,
+          rtt_ms=case.rtt_ms,
+          chunk_bytes=plan.engine.chunk_bytes,
+        ),
+      )
+  return measured
 
 
 def _measure_caches(bench: _Bench, gguf: str) -> exchange.Findings:

@@ -12,7 +12,7 @@ import itertools
 import os
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments import (
@@ -105,18 +105,13 @@ def run(
     'acceptance.output_tokens=1 leaves nothing to accept: take 2 or more, or 0 '
     'to measure none',
   )
-  base = dataclasses.replace(
-    settings.engine, prompt_tokens=max(map(len, texts.values()))
-  )
-  int8 = schemes.scheme('int8', settings.codec)
+  int8, base = _int8(settings, texts)
   for scheme in (int8, *settings.schemes):
     check_together(model.config, scheme.codec, base)
-  links = settings.link, settings.sweep_gbps, settings.sweep_rtt_ms
-  of = settings.prompts, links, int8.codec, base, model.config
   if plan is None:
-    plan = _plan(settings, int8, base, of, texts, screen, connect, agreed)
+    plan = make_plan(settings, model, texts, screen, connect, agreed)
   require(
-    plan.of == of,
+    plan.of == _of(settings, model, texts),
     'the plan is of other prompts, links, INT8 codec, engine or model than the '
     'run; run without a plan',
   )
@@ -151,8 +146,12 @@ def run(
   return plan
 
 
+def _own(measured: Any) -> Any:
+  return measured
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Case:
+class Case:
   """One prompt over one link; `seen_gbps` is the rate that INT8 met on it."""
 
   prompt: str
@@ -167,17 +166,50 @@ class _Case:
 class Plan:
   """What was decided after measuring prefill and a decode step of INT8."""
 
-  cases: tuple[_Case, ...]
+  cases: tuple[Case, ...]
   engine: EngineConfig
   int8_step_s: float
   of: tuple[Any, ...]  # what all of it follows from
 
 
-def _plan(settings, int8, base, of, texts, screen, connect, agreed) -> Plan:
+def _int8(
+  settings: config.Settings, texts: Mapping[str, Sequence[int]]
+) -> tuple[schemes.Scheme, EngineConfig]:
+  """Returns the scheme that a plan is made with, and its engine."""
+  return schemes.scheme('int8', settings.codec), dataclasses.replace(
+    settings.engine, prompt_tokens=max(map(len, texts.values()))
+  )
+
+
+def _of(settings: config.Settings, model: serving.Model, texts) -> tuple:
+  """Returns what all of a plan follows from."""
+  int8, base = _int8(settings, texts)
+  links = settings.link, settings.sweep_gbps, settings.sweep_rtt_ms
+  return settings.prompts, links, int8.codec, base, model.config
+
+
+def make_plan(
+  settings: config.Settings,
+  model: serving.Model,
+  texts: Mapping[str, list[int]],
+  screen: display.Screen,
+  connect: Callable[..., Any] | None = None,
+  agreed: Callable[[Any], Any] = _own,
+) -> Plan:
   """Measures every prompt's prefill and an INT8 step, and sets the rates.
 
   Chunks and programs follow from what is measured, so processes agree on it.
+
+  Args:
+    settings: of the run.
+    model: where it is measured.
+    texts: the prompts, by name.
+    screen: shows what happens.
+    connect: see `serving.connect`; None is this process.
+    agreed: what all processes of a side take for what one has measured.
   """
+  int8, base = _int8(settings, texts)
+  connect = connect or functools.partial(serving.connect, model)
   cases, longest_chunks = [], []
   with (
     screen.step('measuring prefill and a decode step'),
@@ -211,7 +243,7 @@ def _plan(settings, int8, base, of, texts, screen, connect, agreed) -> Plan:
         if settings.auto and not settings.link.emulated:
           seen_gbps = agreed(_seen_gbps(line.engine, prompt, rtt_ms))
         cases.append(
-          _Case(
+          Case(
             prompt=file,
             rate_gbps=rate_gbps,
             rtt_ms=rtt_ms,
@@ -227,12 +259,8 @@ def _plan(settings, int8, base, of, texts, screen, connect, agreed) -> Plan:
     cases=tuple(cases),
     engine=dataclasses.replace(base, chunk_bytes=chunk_bytes),
     int8_step_s=step_s,
-    of=of,
+    of=_of(settings, model, texts),
   )
-
-
-def _own(measured: Any) -> Any:
-  return measured
 
 
 def _seen_gbps(engine: Engine, prompt: list[int], rtt_ms: float) -> float:
@@ -357,7 +385,7 @@ class _Study:
     return {s.name: by_codec[s.codec] for s in self._settings.schemes}
 
   def pair(
-    self, case: _Case, repeat: int, references: Mapping[str, list[int]]
+    self, case: Case, repeat: int, references: Mapping[str, list[int]]
   ) -> None:
     """Runs all schemes, modes and forms once, in random order."""
     runs = [
@@ -372,7 +400,7 @@ class _Study:
       self._request(case, repeat, scheme, mode, form, references)
 
   def _forms(
-    self, scheme: schemes.Scheme, case: _Case, repeat: int
+    self, scheme: schemes.Scheme, case: Case, repeat: int
   ) -> tuple[Form, ...]:
     """Returns the forms in which a scheme runs this time; see `run`."""
     if scheme.is_speculative:
@@ -490,13 +518,14 @@ class _Study:
 
   def constants(self) -> summaries.Constants:
     """Returns what was measured besides the requests."""
-    # Prefill, if it is in this process, reads once a token chunk and once a
-    # token that it goes on with, and decode once a verification: what is left
-    # of all fetches belongs to the drafts.
+    # Prefill, if it is in this process, reads once a token chunk, once a token
+    # that it goes on with and once an exact string, and decode once a
+    # verification: what is left of all fetches belongs to the drafts.
     drafts = self._calls[Phase.DRAFT]
     left = self._fetches - self._calls[Phase.VERIFY]
     if self.prefill_is_here:
-      left -= self._calls[Phase.PREFILL] + self._calls[Phase.CONTINUE]
+      for phase in (Phase.PREFILL, Phase.CONTINUE, Phase.ENCODE):
+        left -= self._calls[phase]
     lynx, bf16 = self._engine('lynx'), self._engine('bf16')
     int8 = self._engine('int8')
     ratio, worst = None, None

@@ -79,6 +79,11 @@ STUDIES = {
     minutes=72,
     figures={'ttft.png': 'ttft', 'acceptance.png': 'acceptance'},
   ),
+  'rates': Study(
+    command='make rates',
+    minutes=32,
+    figures={'rates.png': 'ttft_over_rate'},
+  ),
   'ablation': Study(
     command='make ablation',
     minutes=24,
@@ -178,7 +183,7 @@ def take(workdir: pathlib.Path) -> pathlib.Path:
   if not report.resumes(records):
     records, _ = report.last_run(records)
   study, shown = STUDIES[name], _in_timelines(records, STUDIES[name])
-  costs = _costs(records) if name == 'latency' else ()
+  costs = _costs(records) if name in ('latency', 'rates') else ()
   lines = [
     json.dumps(_rounded(_at_home(record, name)), separators=(',', ':'))
     for i, record in enumerate(records)

@@ -27,6 +27,7 @@ from experiments import (
   planner,
   results,
   selection,
+  summaries,
 )
 from experiments.schemes import FAITHFUL, Scheme
 from lynx_jax.config import ConfigError, ModelConfig, require
@@ -124,11 +125,15 @@ def run(
       asks = _asks(settings, tokens, in_flight)
       for model in models:
         _wire(settings, model, scheme, asks)
+  said: list[dict[str, Any]] = []
   if plan.records:
-    with screen.step(f'predicting the requests of {plan.records}'):
-      compared = compare(_last_run(list(results.read(plan.records))))
-    for one in compared:
-      writer.write(results.compared_record(**one))
+    compared = []
+    for file in plan.records:
+      with screen.step(f'predicting the requests of {file}'):
+        compared += compare(_last_run(list(results.read(file))))
+    said += [results.compared_record(**one) for one in compared]
+    for record in said:
+      writer.write(record)
     for summary in errors(compared):
       writer.write(summary)
       screen.note(f'{summary["name"]} {summary["value"]:.3f}')
@@ -157,7 +162,7 @@ def run(
   rows = results.rows_record(rows=advice)
   writer.write(rows)
   advised = [one['scheme'] for one in advice if one['scheme'] is not None]
-  for table in tables([rows]) if advised else ():
+  for table in tables([*said, rows]):
     screen.grid(*table)
   if not advised:
     screen.note('nothing is advised: not even one request fits into a slice')
@@ -242,7 +247,11 @@ def tables(records: Sequence[Record]) -> list[Any]:
   Advice for a load, all of whose requests take one scheme, is counted by cells;
   that for each request of its own by requests.
   """
+  compared = [r['detail'] for r in records if r.get('name') == 'compared']
+  found = [_error_table(compared)] if compared else []
   advice = [one for one in advice_of(records) if one['scheme'] is not None]
+  if not advice:
+    return found
   rates = sorted({one['link_gbps'] for one in advice})
   loads: dict[Any, dict[float, list[Record]]] = {}
   for one in advice:
@@ -269,12 +278,40 @@ def tables(records: Sequence[Record]) -> list[Any]:
       rows.append([f'{name}, {mode}', *spans])
   header = ['load', *map(drawing.rate, rates)]
   return [
+    *found,
     ('Advice: schemes, and in how many cells each', header, schemes),
     ('Requests: part of them that is best off with each', header, requests),
     ('Gain: time of INT8 over that of the scheme advised', header, gains),
     ('Link: part of the time that it is busy', header, links),
     ("Memory: part of the decode slice's that is in use", header, memories),
   ]
+
+
+def _error_table(compared: Sequence[Record]) -> Any:
+  rows = []
+  for place, mine in itertools.groupby(
+    cells_of(compared), lambda cell: (cell.study, cell.rates_gbps)
+  ):
+    found = [*mine]
+    off = [cell.error for cell in found]
+    raw = [abs(ratio - 1) for cell in found for ratio in cell.raw_ratios]
+    rows.append(
+      [
+        place[0],
+        drawing.span(place[1], drawing.rate),
+        str(len(raw)),
+        f'{statistics.median(off):.1%}',
+        f'{max(off):.1%}',
+        f'{max(cell.raw_error for cell in found):.1%}',
+        f'{max(raw):.0%}',
+        f'{sum(each <= 0.1 for each in raw)}',
+      ]
+    )
+  header = [
+    'study', 'link', 'requests', 'median error', 'largest error',
+    'largest as measured', 'largest of one request', 'of these within 10 %',
+  ]  # fmt: skip
+  return 'Errors: of predicted TTFT, by study and rate', header, rows
 
 
 def _span(values: Iterable[float | None], form: str) -> str:
@@ -576,8 +613,10 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
     records: of a run with requests and events.
 
   Returns:
-    For every request, but for those with an exact plane, its name, scheme,
-    mode and rate, and the seconds of its TTFT, `predicted_s` and `measured_s`.
+    For every request its name, study, scheme, mode and rate, and the seconds
+    of its TTFT: `predicted_s`, `measured_s`, and `levelled_s` with the prefill
+    that is the median of its prompt and mode; see `summaries`. An exact plane
+    is left out: it comes after all planes, and no first token waits for it.
 
   Raises:
     ConfigError: there is no run, or none that can be predicted: its fields are
@@ -613,8 +652,8 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
     for r in records
     if r['kind'] == 'request'
     and r['ttft_provisional_s'] is not None
+    and r['prefill_s'] is not None
     and r['scheme'] in schemes
-    and not schemes[r['scheme']].codec.exact
   ]
   require(
     bool(sizes and requests),
@@ -629,12 +668,16 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
     )
     for mode in dict.fromkeys(r['mode'] for r in requests)
   }
+  prefill_s = {
+    mode: summaries.prefill_medians(r for r in requests if r['mode'] == mode)
+    for mode in fits
+  }
   found = []
   for request in requests:
     scheme = schemes[request['scheme']]
     wire = WireFormat(
       _preset(request['model']),
-      scheme.codec,
+      dataclasses.replace(scheme.codec, exact=False),
       dataclasses.replace(
         scheme.engine(study.engine),
         prompt_tokens=request['prompt_tokens'],
@@ -661,11 +704,15 @@ def compare(records: Sequence[Record]) -> list[dict[str, Any]]:
     found.append(
       {
         'request': request['request'],
+        'study': study.study,
         'scheme': request['scheme'],
         'mode': request['mode'],
         'link_gbps': request['link_gbps'],
         'predicted_s': outcome.provisional_s,
         'measured_s': request['ttft_provisional_s'],
+        'levelled_s': summaries.levelled(
+          request, 'ttft_provisional_s', prefill_s[request['mode']]
+        ),
       }
     )
   return found
@@ -708,22 +755,72 @@ def _fit(
   )
 
 
-def errors(compared: Sequence[Record]) -> list[dict[str, Any]]:
-  """Returns the summaries of a comparison.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+  """Requests of one study, scheme and mode, in a sweep of one rate too.
 
-  A cell is a scheme and mode, and in a sweep a rate; its error is how far the
-  median of predicted / measured over its requests is from 1. Prefill of one
-  request alone varies by 10 % between two calls on a shared machine.
+  Attributes:
+    rates_gbps: the least and the greatest.
+    ratios: predicted over measured TTFT of each, prefill levelled: of one
+      request alone it varies by 10 % between two calls on a shared machine.
+    raw_ratios: the same of TTFT as it was measured.
   """
-  rates = sorted(one['link_gbps'] for one in compared)
-  swept = rates[-1] > selection.SWEEP * rates[0]
-  cells = collections.defaultdict(list)
-  for one in compared:
-    rate = one['link_gbps'] if swept else None
-    ratio = one['predicted_s'] / one['measured_s']
-    cells[one['scheme'], one['mode'], rate].append(ratio)
-  off = [abs(statistics.median(cell) - 1) for cell in cells.values()]
-  return [
-    results.summary_record(f'planner_error_{name}', value, '', len(off))
-    for name, value in (('max', max(off)), ('median', statistics.median(off)))
-  ]
+
+  study: str
+  scheme: str
+  mode: str
+  rates_gbps: tuple[float, float]
+  ratios: tuple[float, ...]
+  raw_ratios: tuple[float, ...]
+
+  @property
+  def error(self) -> float:
+    """How far the median is from 1."""
+    return abs(statistics.median(self.ratios) - 1)
+
+  @property
+  def raw_error(self) -> float:
+    """The same of TTFT as it was measured."""
+    return abs(statistics.median(self.raw_ratios) - 1)
+
+
+def errors(compared: Sequence[Record]) -> list[dict[str, Any]]:
+  """Returns the summaries of a comparison, over its cells."""
+  cells = cells_of(compared)
+  found = []
+  for suffix, off in (
+    ('', [cell.error for cell in cells]),
+    ('_as_measured', [cell.raw_error for cell in cells]),
+  ):
+    for name, value in (('max', max(off)), ('median', statistics.median(off))):
+      name = f'planner_error_{name}{suffix}'
+      found.append(results.summary_record(name, value, '', len(cells)))
+  return found
+
+
+def cells_of(compared: Sequence[Record]) -> list[Cell]:
+  """Returns the cells of a comparison."""
+  found = []
+  for study in dict.fromkeys(one['study'] for one in compared):
+    mine = [one for one in compared if one['study'] == study]
+    rates = sorted({one['link_gbps'] for one in mine})
+    spans = [(rates[0], rates[-1])]
+    if rates[-1] > selection.SWEEP * rates[0]:
+      spans = [(rate, rate) for rate in rates]
+    for span in spans:
+      at: dict[tuple[str, str], list[Record]] = {}
+      for one in mine:
+        if span[0] <= one['link_gbps'] <= span[1]:
+          at.setdefault((one['scheme'], one['mode']), []).append(one)
+      for (scheme, mode), each in at.items():
+        found.append(
+          Cell(
+            study=study,
+            scheme=scheme,
+            mode=mode,
+            rates_gbps=span,
+            ratios=tuple(o['predicted_s'] / o['levelled_s'] for o in each),
+            raw_ratios=tuple(o['predicted_s'] / o['measured_s'] for o in each),
+          )
+        )
+  return found

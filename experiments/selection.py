@@ -19,7 +19,8 @@ MODES = ('serial', 'overlapped')
 # From the slowest baseline to what is to be shown; others follow.
 SCHEMES = (
   'bf16', 'bf16_layers', 'prefill_continues', 'int8', 'int8_layers',
-  'int8_lookup', 'int4', 'kivi4', 'interleaved', 'lynx_2bit', 'lynx',
+  'int8_lookup', 'int4', 'kivi4', 'interleaved', 'lynx_2bit',
+  'lynx_exact', 'lynx',
 )  # fmt: skip
 # Rates of one prompt farther apart than this are a sweep, not calibration.
 SWEEP = 1.5

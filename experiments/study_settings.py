@@ -156,7 +156,7 @@ class Equivalence:
 class Plan:
   """What the planner predicts; see `defaults.base`."""
 
-  records: str
+  records: tuple[str, ...]
   models: tuple[str, ...]
   slices: tuple[str, ...]
   prompt_tokens: tuple[int, ...]
@@ -196,7 +196,7 @@ class Plan:
       return tuple(map(int, numbers))
 
     return cls(
-      records=values.records,
+      records=words('records'),
       models=words('models'),
       slices=words('slices'),
       prompt_tokens=counts('prompt_tokens'),

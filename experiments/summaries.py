@@ -78,10 +78,10 @@ def summaries(
   verified = [r for r in chosen if _form(r) == 'verify']
 
   def ttft(record: Record) -> float | None:
-    return _levelled(record, 'ttft_provisional_s', prefill_s)
+    return levelled(record, 'ttft_provisional_s', prefill_s)
 
   def bound(record: Record) -> float | None:
-    return _levelled(record, 'bound_ttft_s', prefill_s)
+    return levelled(record, 'bound_ttft_s', prefill_s)
 
   def pairs(one: str, other: str, value: Callable[[Record], float | None]):
     return _paired_ratios(by[one], by[other], value)
@@ -98,9 +98,7 @@ def summaries(
 
   def done(pairs: Sequence[tuple[Record, Record]]) -> list[float | None]:
     return [
-      _ratio(
-        _levelled(a, 'done_s', prefill_s), _levelled(b, 'done_s', prefill_s)
-      )
+      _ratio(levelled(a, 'done_s', prefill_s), levelled(b, 'done_s', prefill_s))
       for a, b in pairs
     ]
 
@@ -125,7 +123,7 @@ def summaries(
         f'equal_to_bf16_{name}',
         [r['equal_to_bf16'] for r in verified if r['scheme'] == name],
       )
-      for name in ('bf16', 'int8', 'int4', 'lynx')
+      for name in ('bf16', 'int8', 'int4', 'lynx', 'lynx_exact')
     ),
     (
       'anchor_step_over_bf16_step',
@@ -325,7 +323,7 @@ def ttft_over(
     _paired_ratios(
       records,
       others,
-      lambda r: _levelled(r, 'ttft_provisional_s', prefill_s),
+      lambda r: levelled(r, 'ttft_provisional_s', prefill_s),
     )
   )
   return statistics.median(ratios) if ratios else None
@@ -355,7 +353,7 @@ def fastest_form(records: Iterable[Record], scheme: str) -> list[Record]:
 
   exposed_s = {
     form: _known(
-      _levelled(r, 'ttft_provisional_s', {r.get('prompt'): 0.0}) for r in found
+      levelled(r, 'ttft_provisional_s', {r.get('prompt'): 0.0}) for r in found
     )
     for form, found in forms.items()
   }
@@ -377,7 +375,7 @@ def _prefill_s(record: Record) -> float | None:
   return record['prefill_s'] + (record['split_s'] or 0.0)
 
 
-def _levelled(
+def levelled(
   record: Record, name: str, prefill_s: Mapping[Any, float]
 ) -> float | None:
   """Returns a time with the request's own T_p replaced by its prompt's."""
@@ -392,8 +390,8 @@ def _bound_ratios(
 ) -> list[float | None]:
   return [
     _ratio(
-      _levelled(r, 'ttft_provisional_s', prefill_s),
-      _levelled(r, 'bound_ttft_s', prefill_s),
+      levelled(r, 'ttft_provisional_s', prefill_s),
+      levelled(r, 'bound_ttft_s', prefill_s),
     )
     for r in records
   ]

@@ -25,7 +25,7 @@ from tests import engines
 # One run serves all tests here. That optimised programs commit the reference
 # is for equivalence_test.
 pytestmark = pytest.mark.usefixtures('unoptimised')
-SCHEMES = ('bf16', 'prefill_continues', 'int8', 'lynx')
+SCHEMES = ('bf16', 'prefill_continues', 'int8', 'lynx', 'lynx_exact')
 MODES = ('serial', 'overlapped')
 
 
@@ -116,7 +116,23 @@ def test_summaries_hold_what_was_measured(study):
     assert values[f'fetches_per_draft_round{suffix}']['value'] == 1
     assert values[f'ttft_lynx_over_bound{suffix}']['n'] == 1
     assert values[f'ttft_lynx_over_int4{suffix}']['value'] is None
+    assert values[f'equal_to_bf16_lynx_exact{suffix}']['value'] is True
   assert values['acceptance_gamma8_rounds']['value'] > 0
+
+
+def test_a_codebook_would_save_its_part_of_the_transfer(study):
+  """It has the bound of bf16 with fewer bytes, and with nothing else."""
+  bits = {r['name']: r['value'] for r in study[0] if r['kind'] == 'summary'}[
+    'bits_bf16_codebook'
+  ]
+  assert 12 <= bits < 12.5
+  (record, *_) = _requests(study[0], scheme='bf16', mode='serial')
+  transfer_s = record['bytes_anchor'] * 8e-9 / record['link_gbps']
+  saved_s = record['bound_ttft_s'] - record['bound_codebook_s']
+  assert saved_s == pytest.approx((1 - bits / 16) * transfer_s, rel=1e-3)
+  for scheme in set(SCHEMES) - {'bf16'}:
+    for other in _requests(study[0], scheme=scheme):
+      assert 'bound_codebook_s' not in other
 
 
 def test_the_report_sees_the_backlog_of_drafts(study):

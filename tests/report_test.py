@@ -398,14 +398,34 @@ def test_a_sweep_gives_ttft_over_rate():
   rates = (0.5, 1.0, 4.0)
   records = [r for rate in rates for r in study(rate=rate)]
   page = drawn(records)
-  rows = page['ttft_over_rate'].table.rows
-  assert len(rows) == len(rates) * 2
-  by = {(row[1], row[2]): row[3] for row in rows}
-  assert by['int8', '8 Mbit/s'] == '12.250'
-  assert by['int8', '32 Mbit/s'] == '6.250'
+  table = page['ttft_over_rate'].table
+  assert table.header[2:] == tuple(
+    f'median at {rate} Mbit/s, s' for rate in (4, 8, 32)
+  )
+  int8, lynx = table.rows
+  assert (int8[:2], lynx[:2]) == (('serial', 'int8'), ('serial', 'lynx'))
+  assert [cell.split(',')[0] for cell in int8[3:]] == ['12.250', '6.250']
   # The other figures take one rate.
   assert page['ttft'].table.rows[0][3] == '12.250'
   assert {row[7] for row in page['ttft'].table.rows} == {'1'}
+
+
+def test_a_codebook_is_a_bound_beside_bf16():
+  """It has a bar and a line, and no time to the first token."""
+  records = [
+    record
+    for rate in (0.5, 1.0, 4.0)
+    for record in simulate('bf16', rate=rate, bound_codebook_s=9.0 / rate)
+  ]
+  page = drawn(records)
+  ((*_, own), (_, scheme, what, ttft, _, bound, *_)) = page['ttft'].table.rows
+  assert (scheme, ttft) == ('bf16', '–')
+  assert what.startswith('codebook')
+  _, (_, name, *coded) = page['ttft_over_rate'].table.rows
+  assert 'codebook' in name
+  assert coded == ['bound 18.000', 'bound 9.000', 'bound 2.250']
+  assert bound == '9.000'
+  assert own == page['ttft'].table.rows[0][-1] != '–'
 
 
 def test_rates_of_prompts_of_their_own_are_no_sweep():

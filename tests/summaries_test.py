@@ -41,6 +41,7 @@ def test_names_are_those_of_the_contract():
     'equal_to_bf16_int8',
     'equal_to_bf16_int4',
     'equal_to_bf16_lynx',
+    'equal_to_bf16_lynx_exact',
     'anchor_step_over_bf16_step',
     'recompiles_after_warmup',
     'fetches_per_draft_round',

@@ -17,6 +17,7 @@ _ADVISED = {
   'lynx': '#f5c9a8',
   'lynx_2bit': '#e89a62',
 }
+_MARKS = 'o^sDvP'
 
 
 def draw(records: Sequence[Record]) -> list[Drawing]:
@@ -35,60 +36,65 @@ def draw(records: Sequence[Record]) -> list[Drawing]:
 
 
 def _scatter(compared: Sequence[Record]) -> Drawing:
+  """Draws predicted over measured TTFT: a row a scheme, a panel a mode."""
   names = selection.ordered({c['scheme'] for c in compared}, selection.SCHEMES)
+  modes = selection.ordered({c['mode'] for c in compared}, selection.MODES)
+  groups: dict[Any, list[plan.Cell]] = {}
+  for cell in plan.cells_of(compared):
+    groups.setdefault((cell.study, cell.rates_gbps), []).append(cell)
   with drawing.look():
-    figure = Figure((drawing.WIDTH_IN * 0.7, 3.6), layout='constrained')
-    axes = figure.subplots()
-    most = 1.1 * max(max(c['predicted_s'], c['measured_s']) for c in compared)
-    axes.fill_between(
-      [0, most],
-      [0, 0.9 * most],
-      [0, 1.1 * most],
-      color='#dedede',
-      lw=0,
-      label='within 10 %',
+    figure = Figure(
+      (drawing.WIDTH_IN, 0.8 + 0.24 * len(names)), layout='constrained'
     )
-    axes.plot([0, most], [0, most], color=drawing.QUIET, lw=0.6)
-    for name, style in drawing.styles_for(names).items():
-      for mode in selection.MODES:
-        mine = [
-          c for c in compared if c['scheme'] == name and c['mode'] == mode
-        ]
+    grid = figure.subplots(
+      1, len(modes), sharex=True, sharey=True, squeeze=False
+    )[0]
+    for mode, axes in zip(modes, grid, strict=True):
+      axes.axvspan(0.9, 1.1, color='#e4e4e4', lw=0, zorder=0)
+      axes.axvline(1.0, color=drawing.QUIET, lw=0.6, zorder=1)
+      for i, ((study, rates), cells) in enumerate(groups.items()):
+        # Those of a group have a line of their own within each row.
+        below = 0.6 * ((i + 0.5) / len(groups) - 0.5)
+        mine = [cell for cell in cells if cell.mode == mode]
         axes.plot(
-          [c['measured_s'] for c in mine],
-          [c['predicted_s'] for c in mine],
-          style.marker,
-          ms=3.6,
+          [ratio for cell in mine for ratio in cell.ratios],
+          [
+            names.index(cell.scheme) + below
+            for cell in mine
+            for _ in cell.ratios
+          ],
+          _MARKS[i % len(_MARKS)],
+          ms=3.2,
           mew=0.7,
-          mec=drawing.shade(style.color),
-          mfc=style.color if mode == 'serial' else 'white',
+          mec=drawing.INK,
+          mfc='white' if i % 2 else drawing.QUIET,
+          label=f'{study}, {drawing.span(rates, drawing.rate)}',
         )
-      axes.plot(
-        [],
-        [],
-        style.marker,
-        ms=4,
-        mec=drawing.shade(style.color),
-        mfc=style.color,
-        label=name,
-      )
-    for mode, face in (('serial', drawing.QUIET), ('overlapped', 'white')):
-      if any(c['mode'] == mode for c in compared):
-        axes.plot([], [], 'h', ms=4, mec=drawing.QUIET, mfc=face, label=mode)
-    axes.set(
-      xlim=(0, most),
-      ylim=(0, most),
-      xlabel=f'measured time to first token, s (n = {len(compared)} requests)',
-      ylabel='predicted, s',
-      aspect='equal',
+      axes.set_yticks(range(len(names)), names)
+      axes.set_ylim(len(names) - 0.5, -0.5)
+      axes.tick_params(axis='y', length=0)
+      axes.set_xlabel('predicted / measured time to first token')
+      axes.set_title(mode, loc='left', weight='bold')
+    figure.legend(
+      *grid[0].get_legend_handles_labels(),
+      loc='outside lower center',
+      ncols=len(groups),
+      frameon=False,
     )
-    axes.legend(frameon=False, loc='center left', bbox_to_anchor=(1.02, 0.5))
+    drawing.foot(
+      figure,
+      [selection.Trace(c) for c in compared],
+      f'n = {len(compared)} requests, a mark each, with the median prefill of '
+      'its prompt; grey is within 10 %',
+      rates=False,
+    )
   rows = tuple(
     (
       c['request'],
       drawing.number(c['predicted_s']),
+      drawing.number(c['levelled_s']),
+      f'{c["predicted_s"] / c["levelled_s"] - 1:+.1%}',
       drawing.number(c['measured_s']),
-      f'{c["predicted_s"] / c["measured_s"] - 1:+.1%}',
     )
     for c in compared
   )
@@ -96,10 +102,14 @@ def _scatter(compared: Sequence[Record]) -> Drawing:
     'predicted',
     'Predicted and measured time to first token',
     figure,
-    'A mark is a request; filled ones are serial, hollow ones overlapped. '
-    'Costs were fitted to the requests of INT8 alone. Grey is ±10 %.',
-    f'{len(compared)} requests, predicted against measured.',
-    Table(('request', 'predicted, s', 'measured, s', 'off by'), rows),
+    'A mark is a request, with the prefill that is the median of its prompt: '
+    'prefill of one request varies from call to call. Costs were fitted to the '
+    'requests of INT8 alone. Grey is ±10 %.',
+    f'{len(compared)} requests, predicted over measured.',
+    Table(
+      ('request', 'predicted, s', 'measured, s', 'off by', 'as measured, s'),
+      rows,
+    ),
   )
 
 

@@ -18,6 +18,7 @@ from experiments.selection import Trace
 Record = Mapping[str, Any]
 
 _POINTS_UP_TO = 12
+_CODEBOOK = 'codebook, bound alone'  # no request: what it could not be under
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class _Bar:
   """One bar: values with T_p levelled, and the median bound."""
 
   scheme: str
-  what: str  # '' where provisional and committed are the same
+  what: str  # '' where provisional and committed are the same; or _CODEBOOK
   values: list[float]
   bound: float | None = None
   ratio: float | None = None  # the median of TTFT over bound, pair by pair
@@ -74,7 +75,9 @@ def draw(
           mode,
           bar.scheme,
           bar.what or 'provisional = committed',
-          drawing.number(statistics.median(bar.values)),
+          drawing.number(
+            None if bar.what == _CODEBOOK else statistics.median(bar.values)
+          ),
           drawing.between(low, high),
           drawing.number(bar.bound),
           drawing.number(bar.ratio),
@@ -105,7 +108,14 @@ def draw(
     'scheme, is taken out. Black ticks are '
     f'bounds, circles single requests, and from n = {drawing.INTERVAL_FROM} on '
     'whiskers are 90 % bootstrap intervals of the median. Baselines are in '
-    'their faster form of decoding.',
+    'their faster form of decoding.'
+    + (
+      drawing.CODEBOOK
+      if any(
+        bar.what == _CODEBOOK for _, bars in panels.values() for bar in bars
+      )
+      else ''
+    ),
     'Bars of the time to first token. '
     + '; '.join(
       f'{row[0]} {row[1]} {row[2]}: {row[3]} s, bound {row[5]} s'
@@ -145,6 +155,10 @@ def _bars(traces: Sequence[Trace]) -> list[_Bar]:
     if shown:
       measured = _median(chosen, 'ttft_provisional_s')
       bars.append(_Bar(name, what, shown, bound, ratio, measured))
+    codebook = selection.levelled(chosen, 'bound_codebook_s', prefill_s)
+    if codebook:
+      bound = statistics.median(codebook)
+      bars.append(_Bar(name, _CODEBOOK, codebook, bound))
     committed = selection.levelled(chosen, 'ttft_committed_s', prefill_s)
     if speculative and committed:
       measured = _median(chosen, 'ttft_committed_s')
@@ -168,7 +182,7 @@ def _draw_bars(
     median = statistics.median(bar.values)
     start = min(prefill_s, median)
     axes.barh(i, start, height=0.66, color='#d9d9d9', zorder=1)
-    light = bar.what == 'committed'
+    light = bar.what in ('committed', _CODEBOOK)
     axes.barh(
       i,
       median - start,

@@ -8,7 +8,8 @@ itself.
 from typing import Any
 
 # Arguments of `transformers.QuantizedCache`. Groups are 64 channels of a token,
-# as its documentation recommends: axis 0 for quanto, 1 for hqq.
+# as its documentation recommends: axis 0 for quanto, 1 for hqq. Its quanto has
+# 2 and 4 bits: `hf_cache` puts quanto's own 8 in, by channel.
 TRANSFORMERS: dict[str, dict[str, Any]] = {
   'hf_quanto4': {'backend': 'quanto', 'nbits': 4},
   'hf_quanto8': {'backend': 'quanto', 'nbits': 8},

@@ -7,12 +7,12 @@ our readings and of formulas is from bf16 KV, in our program; that of a peer's
 own code from its KV in float32, in its own program.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments import peer_formulas, readings, results, summaries
-from lynx_jax import timeline
 
 Record = Mapping[str, Any]
 
@@ -25,44 +25,63 @@ _HEADER = (
 )  # fmt: skip
 _CAPTION = (
   'Peers beside our readings, means over prompts: bits a value, MB a prompt, '
-  'KL in nats, coding over prefill, TTFT over INT8 (projected)'
+  'KL in nats, coding over prefill, TTFT over INT8'
 )
 
 
-def projected(
-  records: Sequence[Record], share: float
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfers:
+  """What was measured of one prompt, in seconds.
+
+  Attributes:
+    prefill_s: T_p, by our own program.
+    step_s: d, a decode step of INT8.
+    seconds: of the transfer of each reading.
+  """
+
+  prefill_s: float
+  step_s: float
+  seconds: Mapping[str, float]
+
+
+def wire_bytes(records: Sequence[Record], prompt: str) -> dict[str, int]:
+  """Returns the bytes of every reading of a prompt."""
+  return {
+    record['scheme']: round(record['fidelity']['wire_bytes'])
+    for record in _forced(records)
+    if record['prompt'] == prompt
+  }
+
+
+def ttft(
+  records: Sequence[Record], measured: Mapping[str, Transfers]
 ) -> Iterator[dict[str, Any]]:
   """Yields TTFT of a serial transfer over that of INT8.
 
-  It is `timeline.bound` in units of INT8's TTFT, of which the transfer is
-  `share` and prefill with a decode step the rest. Bytes are those of the code;
-  a peer's own code begins its transfer so much later as it took to quantise,
-  measured over its own prefill. Other codes take no time beside INT8's.
+  It is T_p + c T_p + transfer + d, each part of it measured: c is what a peer's
+  own code took to quantise over its own prefill. Other codes take no time
+  beside INT8's.
 
   Args:
     records: of requests.
-    share: of the transfer.
+    measured: by prompt.
   """
-  sizes: dict[str, dict[str, tuple[float, float]]] = {}
-  for record in _forced(records):
-    found = record['fidelity']
-    coding = found['figures'].get(CODING, 0.0)
-    of = sizes.setdefault(record['scheme'], {})
-    of[record['prompt']] = found['bits'], coding
-  int8 = sizes.get('int8', {})
-  for reading, of in sizes.items():
-    ratios = [
-      timeline.bound(
-        [((1 - share) * coding, round(1e6 * bits))],
-        rate_gbps=8e-3 * int8[prompt][0] / share,
-        rtt_ms=0.0,
-        step_s=1 - share,
+  coding = {
+    (record['scheme'], record['prompt']): record['fidelity']['figures'].get(
+      CODING, 0.0
+    )
+    for record in _forced(records)
+  }
+  ratios: dict[str, list[float]] = {}
+  for prompt, of in measured.items():
+    rest_s = of.prefill_s + of.step_s
+    for reading, seconds in of.seconds.items():
+      ttft_s = rest_s + coding[reading, prompt] * of.prefill_s + seconds
+      ratios.setdefault(reading, []).append(
+        ttft_s / (rest_s + of.seconds['int8'])
       )
-      for prompt, (bits, coding) in of.items()
-      if prompt in int8
-    ]
-    if ratios:
-      yield summaries.mean(f'{_TTFT}{reading}', ratios, label='projected')
+  for reading, each in ratios.items():
+    yield summaries.mean(f'{_TTFT}{reading}', each)
 
 
 def verdicts(records: Sequence[Record]) -> Iterator[str]:
@@ -87,7 +106,7 @@ def tables(
   """Returns (caption, header, rows) of the comparison; empty without peers.
 
   Args:
-    records: of requests, with the summaries of `projected` and the events that
+    records: of requests, with the summaries of `ttft` and the events that
       tell which peers did not run.
   """
   better = _better(records)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import cache_utils
 
 from experiments.peers import caches, exchange
 
@@ -89,7 +90,33 @@ def _read(
 
 
 def _cache(config: Any, name: str) -> Any:
-  return transformers.QuantizedCache(config=config, **caches.TRANSFORMERS[name])
+  kind = caches.TRANSFORMERS[name]
+  if kind['backend'] != 'quanto' or kind['nbits'] != 8:
+    return transformers.QuantizedCache(config=config, **kind)
+  cache = transformers.QuantizedCache(config=config, backend='quanto', nbits=4)
+  cache.layers = [_Quanto8() for _ in cache.layers]
+  return cache
+
+
+class _Quanto8(cache_utils.QuantoQuantizedLayer):
+  """A layer of quanto's qint8, which transformers does not offer.
+
+  It is symmetric and has no groups: a scale for each channel of the head, over
+  all heads and tokens.
+  """
+
+  def __init__(self) -> None:
+    super().__init__(axis_key=-1, axis_value=-1)
+    # With it, as for the class above: it imports transformers.
+    from optimum import quanto
+
+    self.qtype, self.optimizer = quanto.qint8, quanto.AbsmaxOptimizer()
+
+  def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    from optimum import quanto
+
+    scale = self.optimizer(tensor, self.qtype, axis)
+    return quanto.quantize_weight(tensor, self.qtype, axis, scale)
 
 
 def _prefill(model: Any, ids: list[int]) -> tuple[_States, float]:
