@@ -73,11 +73,12 @@ def _scatter(compared: Sequence[Record]) -> Drawing:
       axes.set_yticks(range(len(names)), names)
       axes.set_ylim(len(names) - 0.5, -0.5)
       axes.tick_params(axis='y', length=0)
+      axes.locator_params(axis='x', nbins=5)
       axes.set_xlabel('predicted / measured time to first token')
       axes.set_title(mode, loc='left', weight='bold')
     figure.legend(
       *grid[0].get_legend_handles_labels(),
-      loc='outside lower center',
+      loc='outside upper center',
       ncols=len(groups),
       frameon=False,
     )
