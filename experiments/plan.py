@@ -331,9 +331,12 @@ def _shares(cell: Sequence[Record]) -> str:
   counts = collections.Counter[str]()
   for one in cell:
     counts.update(one['requests'])
-  total = counts.total()
+  shares = {n: counts[n] / counts.total() for n in FAITHFUL if counts[n]}
   return (
-    ', '.join(f'{n} {counts[n] / total:.0%}' for n in FAITHFUL if counts[n])
+    ', '.join(
+      f'{name} {share:.0%}' if share >= 0.01 else f'{name} <1%'
+      for name, share in shares.items()
+    )
     or '–'
   )
 
